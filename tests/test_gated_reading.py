@@ -11,10 +11,15 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache import chunk_attention
 from clusterkv_jax.cache.attention import MOST_QUERIES, attend_where, combine
 from clusterkv_jax.cache.layers import HeadGroups, LayerCache, StepInputs, groups, occupancy, quantised
+from clusterkv_jax.cache.pages import from_heads
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.generation.gated_reading import gated_prefill
 from clusterkv_jax.kernels.ordinals import ordinals
+from clusterkv_jax.methods.base import Rows, compacted
+from clusterkv_jax.methods.families import eviction
 from clusterkv_jax.methods.gating import renumber
+from clusterkv_jax.methods.request import GroupPlan
+from clusterkv_jax.runtime.dispatch import TRAITS
 from clusterkv_jax.runtime.programs import compilation
 from tests.support.tiny import VOCAB, prompt, sliding, taught, tiny, untied, with_sinks
 
@@ -233,6 +238,17 @@ def group(rng, heads, slots, length):
     return LayerCache(keys, values, degree, jnp.full((1, heads), length))
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_rows_that_a_kernel_moves_stand_where_a_loop_over_heads_puts_them(monkeypatch, in_place):
+    rng, method = np.random.default_rng(0), kinds(HALF)[0]
+    held = replace(group(rng, 3, 40, 33), positions=ordinals(40, 3) + jnp.zeros((1, 3, 1), jnp.int32))
+    state = {"scores": jnp.asarray(rng.normal(size=(1, 3, 40)), jnp.float32)}
+    rows = Rows(held, jnp.asarray([12]), jnp.asarray([33]), state, plan=GroupPlan((0, 1, 2), 40))
+    loop = compacted(method.recompress(rows))
+    monkeypatch.setattr(eviction, "traits", lambda: TRAITS["gpu"])
+    alike(compacted(method.recompress(rows), in_place=in_place), loop, atol=0)
+
+
 def library(q, keys, values, lengths):
     """What a device's attention gives, by plain products."""
     count, rows = q.shape[1], keys.shape[2]
@@ -241,7 +257,7 @@ def library(q, keys, values, lengths):
     return out, jnp.swapaxes(lse, 1, 2)
 
 
-@pytest.mark.parametrize("layer", ["one group", "groups", "codes"])
+@pytest.mark.parametrize("layer", ["one group", "groups", "codes", "pages"])
 @pytest.mark.parametrize("serves", [True, False], ids=["library", "plain"])
 def test_a_chunk_attends_to_rows_and_itself(monkeypatch, layer, serves):
     rng, count, kv_heads = np.random.default_rng(0), MOST_QUERIES + 88, 3
@@ -250,6 +266,9 @@ def test_a_chunk_attends_to_rows_and_itself(monkeypatch, layer, serves):
         held = HeadGroups((group(rng, 2, 24, 20), group(rng, 1, 60, 57)), ((2, 0), (1,)))
     if layer == "codes":
         held = quantised(held, "int8")
+    if layer == "pages":
+        held = replace(held, positions=jnp.zeros(held.degree.shape, jnp.int32))
+        held = replace(from_heads(held, jnp.asarray([[0, 5, 10]]), 15, 8), head_slots=(((0, 1, 2), 40),))
     q, k, v = (jnp.asarray(rng.normal(size=(1, count, h, 8)), jnp.float32) for h in (6, kv_heads, kv_heads))
     real = jnp.arange(count)[None] < count - 9
     tokens = StepInputs(q, k, v, jnp.arange(count)[None], real, sink_logits=jnp.arange(6.0))

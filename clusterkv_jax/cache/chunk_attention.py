@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.causal_attention import attention_with_lse
 from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_mean
-from clusterkv_jax.cache.layers import HeadGroups, Layer, LayerCache, StepInputs, pad_slots
+from clusterkv_jax.cache.layers import HeadGroups, Layer, LayerCache, PagedHeads, StepInputs, from_pages, pad_slots
+from clusterkv_jax.cache.pages import most_slots
 from clusterkv_jax.kernels.quantised import Quantised, dequantised
 
 
@@ -31,11 +32,21 @@ def attend_chunk(layer: Layer, tokens: StepInputs, *, plain: bool) -> Float[Arra
     else:
         out, lse = library(q, k, v, None)
         among = out, jnp.swapaxes(lse, 1, 2)
+    if library is not None and isinstance(layer, PagedHeads):
+        layer = _in_equal_slots(layer)
     if library is None or not plain or not isinstance(layer, LayerCache | HeadGroups):
         rows = attend_cache(layer, q, tokens.soft_cap, tokens.degree_power)
     else:
         rows = _by_library(library, layer, q)
     return combine(rows, among, tokens.sink_logits)
+
+
+def _in_equal_slots(layer: PagedHeads) -> LayerCache:
+    """Heads that share pages in slots as many as the largest can have: kernels look at no more than each holds.
+
+    Page after page each query would have an output of its own.
+    """
+    return from_pages(layer, most_slots(layer) or layer.degree[0].size)
 
 
 def _by_library(

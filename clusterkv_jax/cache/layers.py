@@ -13,6 +13,7 @@ Empty slots hold zeros, so that probability 0 x value never makes a NaN. Shapes 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -273,23 +274,23 @@ def mask_to_slots(keep: Bool[Array, "B K C"], capacity: int) -> Int[Array, "B K 
     return put(target)
 
 
-def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"], *, up: bool = False) -> LayerCache:
-    """The rows of these slots, in this order; -1 becomes an empty slot.
+def take_slots(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
+    """The rows of these slots, in this order; -1 becomes an empty slot."""
+    return _taken(layer, slots, lambda x: _at_slots(x, slots[..., None]))
 
-    `up` says that the list increases from its first slot on, as `mask_to_slots` does: rows may then move where they
-    lie.
-    """
-    occupied, source = slots >= 0, jnp.maximum(slots, 0)
+
+def _taken(layer: LayerCache, slots: Int[Array, "B K slots"], rows: Callable[[Array], Array]) -> LayerCache:
+    """`take_slots`, where `rows` takes those of keys and values."""
 
     def take(x: Array) -> Array:
-        if up and x.ndim == 4:
-            return gather_rows(x, slots, in_place=True)
-        index, mask = (source[..., None], occupied[..., None]) if x.ndim == 4 else (source, occupied)
-        return jnp.where(mask, jnp.take_along_axis(x, index, axis=2), jnp.zeros((), x.dtype))
+        return rows(x) if x.ndim == 4 else _at_slots(x, slots)
 
     keys, values, degree, positions = jax.tree.map(take, (layer.keys, layer.values, layer.degree, layer.positions))
-    length = jnp.sum(occupied, axis=-1, dtype=jnp.int32)
-    return LayerCache(keys, values, degree, length, positions, layer.key_mean)
+    return LayerCache(keys, values, degree, jnp.sum(slots >= 0, axis=-1, dtype=jnp.int32), positions, layer.key_mean)
+
+
+def _at_slots(x: Array, slots: Int[Array, "B K slots ..."]) -> Array:
+    return jnp.where(slots >= 0, jnp.take_along_axis(x, jnp.maximum(slots, 0), axis=2), jnp.zeros((), x.dtype))
 
 
 def from_pages(layer: PagedHeads, capacity: int, heads: Int[Array, " heads"] | None = None) -> LayerCache:
@@ -315,9 +316,13 @@ def row_slots(layer: PagedHeads, count: int) -> Int[Array, "B K count"]:
     return layer.first[..., None] * layer.degree.shape[2] + ordinals(count, 3)
 
 
-def compact(layer: LayerCache, slots: Int[Array, "B K slots"]) -> LayerCache:
-    """The rows of these slots, an increasing list with -1 behind it, in the first slots; the layer counts them."""
-    return replace(take_slots(layer, slots, up=True), length=layer.length)
+def compact(layer: LayerCache, slots: Int[Array, "B K slots"], *, in_place: bool = True) -> LayerCache:
+    """The rows of these slots, an increasing list with -1 behind it, in the first slots; the layer counts them.
+
+    `in_place` they move up where they lie, a part after the other.
+    """
+    moved = _taken(layer, slots, lambda x: gather_rows(x, slots, in_place=in_place))
+    return replace(moved, length=layer.length)
 
 
 def append(

@@ -157,7 +157,7 @@ def append_layerwise(
         entering = hidden, before if "lookahead" in inputs else None
         before, (hidden, layer, memory) = (
             hidden,
-            call(_append_to_layer, weights, *static, *rows, *entering, positions, real),
+            call(append_to_layer, weights, *static, *rows, *entering, positions, real),
         )
         layers.append(as_it_was(layer, cache.layers[number]))
         state.append(memory)
@@ -174,7 +174,7 @@ def _enter(
 
 
 @jit(static_argnames=("config", "method", "inputs"), donate_argnames=("layer", "state"))
-def _append_to_layer(
+def append_to_layer(
     weights: Params,
     config: ModelConfig,
     method: Method,
@@ -186,6 +186,7 @@ def _append_to_layer(
     positions: Int[Array, "B T"],
     real: Bool[Array, "B T"],
 ) -> tuple[Float[Array, "B T M"], Layer, tuple[State | None, ...]]:
+    """`step_one_layer` in place, as a program of its own."""
     new = hidden, before, positions, real
     hidden, layer, state = step_one_layer(weights, config, method, inputs, layer, state, *new)
     return constrain(hidden, "batch", None, None), placed(method, layer), placed_state(method, state)

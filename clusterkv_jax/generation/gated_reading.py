@@ -3,8 +3,8 @@ of the newest rows, and a chunk.
 
     chunk c attends to   | rows kept so far | the newest `window` rows | itself |     at its true positions
 
-The first `window` tokens are read whole. One program reads each chunk after them and one brings rows back to their
-budget, whatever the length of the prompt.
+The first `window` tokens are read whole. One program takes each chunk after them through a layer and one brings the
+rows of a layer back to their budget, whatever the length of the prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from clusterkv_jax.cache.layers import KVCache
-from clusterkv_jax.decoding import append_step_jit, prefill
+from clusterkv_jax.cache.kinds import alike, as_it_was
+from clusterkv_jax.cache.layers import KVCache, Layer, State
+from clusterkv_jax.decoding import prefill
+from clusterkv_jax.decoding.appending import append_layerwise
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.gating import (
     back_to_budget,
     budgets_after,
     budgets_so_far,
+    of_layer,
     plan_reading,
     renumber,
     rows_beside,
@@ -35,7 +38,6 @@ from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
 from clusterkv_jax.runtime.checks import check_array, check_ids, check_lengths
 from clusterkv_jax.runtime.errors import counted
-from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.settings import own_settings
 
 
@@ -72,11 +74,26 @@ class GatedPlan:
 
 
 class GatedState(NamedTuple):
-    """Where a reading stands; `position` is the most that the next token of any prompt has."""
+    """Where a reading stands.
 
-    cache: KVCache
+    Attributes:
+        layers: of the cache, in a list: what takes it over replaces one after the other.
+        states: beside them.
+        seen: tokens of each prompt.
+        logits: after the last token of each prompt so far.
+        position: the highest that the next token of any prompt may have.
+    """
+
+    layers: list[Layer]
+    states: list[tuple[State | None, ...]]
+    seen: Int[Array, " B"]
     logits: Float[Any, "B V"]
     position: int
+
+    @property
+    def cache(self) -> KVCache:
+        """All layers as they are now."""
+        return KVCache(tuple(self.layers), tuple(self.states), self.seen)
 
 
 @own_settings()
@@ -139,7 +156,7 @@ def gated_prefill(
         state = read_chunk(params, plan, state, _chunk(tokens, begin, counts, gate.chunk), counts, rows)
         if on_chunk is not None:
             on_chunk(min(begin + gate.chunk, longest), state.cache)
-    return settled(plan, state.cache, at_end), state.logits
+    return settled(plan, state, at_end), state.logits
 
 
 # --- what prompts, and texts that come bit by bit, are read by ---
@@ -184,7 +201,7 @@ def read_window(
     sizes: Any = {"max_new_tokens": plan.gate.chunk, "step_tokens": plan.gate.chunk, "whole": plan.gate.window}
     known: Any = {"plans": plan.reading, "key": plan.key, "call": plan.call}
     cache, logits = prefill(params, plan.config, plan.reader, tokens, lengths, **sizes, **known)
-    return GatedState(cache, logits, plan.gate.window)
+    return GatedState(list(cache.layers), list(cache.state), cache.position, logits, plan.gate.window)
 
 
 def read_chunk(
@@ -197,28 +214,42 @@ def read_chunk(
 ) -> GatedState:
     """The next chunk, of which each prompt has so many tokens, after heads have come back to so many `rows`.
 
-    It takes over the cache of the state.
+    The lists of the state before are taken over.
     """
     config, call, chunk = plan.config, plan.call, plan.gate.chunk
-    cache, logits, position = state
     if rows is not None:
-        cache = call(back_to_budget, plan.reader, plan.reading, cache, rows, config.ropes)
+        _to_budgets(plan, plan.reader, state.layers, state.states, state.seen, rows)
+    cache, position = state.cache, state.position
     if plan.gate.renumber and position + chunk + plan.request.reserve > config.max_positions:
         cache = call(renumber, cache, config.ropes)
-        position = max(group.capacity for of_layer in plan.reading for group in of_layer.groups)
-    cache, latest = call(append_step_jit, params, config, plan.reader, cache, tokens, counts)
-    return GatedState(cache, call(_latest, logits, latest, counts), position + chunk)
+        position = max(group.capacity for own in plan.reading for group in own.groups)
+    cache, logits, _ = append_layerwise(params, config, plan.reader, cache, tokens, counts, state.logits, call=call)
+    return GatedState(list(cache.layers), list(cache.state), cache.position, logits, position + chunk)
 
 
-def settled(plan: GatedPlan, cache: KVCache, rows: tuple[Int[np.ndarray, "B groups stages"], ...]) -> KVCache:
-    """A cache that has been read, with so many rows in the slots that it has while decoding. It is taken over."""
-    first = tuple(of_layer[..., 0] for of_layer in rows)
-    cache = plan.call(back_to_budget, plan.method, plan.reading, cache, first, plan.config.ropes)
-    layers, states, position = list(cache.layers), list(cache.state), cache.position
-    del cache  # layer after layer, so that one alone is there twice
-    for i, (of_layer, budgets) in enumerate(zip(plan.plans, rows, strict=True)):
-        layers[i], states[i] = plan.call(settle, plan.method, of_layer, layers[i], states[i], budgets)
-    return KVCache(tuple(layers), tuple(states), position)
+def settled(plan: GatedPlan, state: GatedState, rows: tuple[Int[np.ndarray, "B groups stages"], ...]) -> KVCache:
+    """What has been read, with so many rows in the slots that they have while decoding. Lists are taken over."""
+    layers, states = state.layers, state.states
+    _to_budgets(plan, plan.method, layers, states, state.seen, tuple(budgets[..., 0] for budgets in rows))
+    for i, (own, budgets) in enumerate(zip(plan.plans, rows, strict=True)):
+        layers[i], states[i] = plan.call(settle, plan.method, own, layers[i], states[i], budgets)
+    return KVCache(tuple(layers), tuple(states), state.seen)
+
+
+def _to_budgets(
+    plan: GatedPlan,
+    method: Method,
+    layers: list[Layer],
+    states: list[tuple[State | None, ...]],
+    seen: Int[Array, " B"],
+    rows: tuple[Int[np.ndarray, "B groups"], ...],
+) -> None:
+    """Every layer with so many rows, one after the other, so that one alone is there twice."""
+    for i, rope in enumerate(plan.config.ropes):
+        own, budgets, shares = of_layer(plan.reading[i], rows[i])
+        held = alike(layers[i]), states[i], budgets, shares, seen, rope
+        after, states[i] = plan.call(back_to_budget, method, own, *held)
+        layers[i] = as_it_was(after, layers[i])
 
 
 def _on_host(tokens: Any, lengths: Any) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
@@ -270,11 +301,3 @@ def _chunk(
     there = tokens[:, begin : begin + width]
     part[:, : there.shape[1]] = there
     return np.where(np.arange(width) < counts[:, None], part, 0)
-
-
-@jit()
-def _latest(
-    before: Float[Array, "B V"], latest: Float[Array, "B V"], counts: Int[Array | np.ndarray, " B"]
-) -> Float[Array, "B V"]:
-    """The logits of each sequence's last token so far."""
-    return jnp.where((jnp.asarray(counts) > 0)[:, None], latest, before)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from clusterkv_jax.cache.layers import KVCache
@@ -115,9 +113,8 @@ def read_on(stream: Stream, tokens: Sequence[int]) -> Stream:
             before = np.asarray([stream.tokens])
             now = rows_after(plan, plan.request, before)
             rows = budgets_so_far(plan.method, now, now, before, plan.beside)
-        return replace(
-            stream, tokens=seen, state=read_chunk(stream.model.params, plan, stream.state, part, counts, rows)
-        )
+        state = read_chunk(params, plan, stream.state, part, counts, rows)
+        return replace(stream, tokens=seen, state=state)
 
 
 @own_settings()
@@ -138,7 +135,7 @@ def kept(stream: Stream) -> KVCache:
             sizes |= {"plans": plan.plans, "key": plan.key}
             return prefill(model.params, plan.config, plan.method, prompt, lengths, **sizes)[0]
         rows = rows_after(plan, plan.request, np.asarray([stream.tokens]))
-        return settled(plan, jax.tree.map(jnp.copy, stream.state.cache), rows)
+        return settled(plan, stream.state._replace(layers=[*stream.state.layers], states=[*stream.state.states]), rows)
 
 
 def _run(program: Callable[..., Any], *args: Any) -> Any:

@@ -17,6 +17,7 @@ The order in which the members are called is in `driver`, which no method overri
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -157,11 +158,12 @@ class Compressed:
     slots: Int[Array, "B K slots"] | None = None
 
 
-def compacted(result: Compressed) -> Compressed:
-    """The same with its rows in the first slots."""
+def compacted(result: Compressed, *, in_place: bool = True) -> Compressed:
+    """The same with its rows in the first slots, which takes no more memory `in_place`, and less time elsewhere."""
     if result.slots is None:
         return result
-    return replace(result, cache=over_heads(compact, result.cache, result.slots), slots=None)
+    move = partial(compact, in_place=in_place)
+    return replace(result, cache=over_heads(move, result.cache, result.slots), slots=None)
 
 
 class Method(Storage):

@@ -334,7 +334,7 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
         if late and by_heads and head_slots(layer) is not None:
 
             def alone(held, rope=rope):
-                return _recompress_alone(method, *held, cache.position, rope)
+                return recompress_alone(method, *held, cache.position, rope)
 
             earlier, (layer, state) = sequenced(earlier, late[0], alone, (layer, state))
         else:
@@ -346,7 +346,7 @@ def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -
     return replace(cache, layers=placed(method, tuple(layers)), state=placed_state(method, tuple(states)))
 
 
-@partial(jax.jit, static_argnames=("method", "rope"))
+@partial(jax.jit, static_argnames=("method", "rope", "in_place"))
 def recompress_layer(
     method: Method,
     layer: Layer,
@@ -354,11 +354,13 @@ def recompress_layer(
     position: Int[Array, " B"],
     rope: Rope | None,
     selection: tuple[Any, ...] | None,
+    *,
+    in_place: bool = True,
 ) -> tuple[Layer, tuple[State | None, ...], tuple[Any, ...]]:
-    """Equal layers are traced once."""
+    """Equal layers are traced once. Rows move where they lie, or into new memory, which takes a GPU fewer launches."""
     befores = (None,) * len(state) if selection is None else selection
     parts = [
-        _recompress_group(method, group, group_state, position, rope, before)
+        _recompress_group(method, group, group_state, position, rope, before, in_place=in_place)
         for group, group_state, before in zip(groups(layer), state, befores, strict=True)
     ]
     layer = with_groups(layer, [part.cache for part in parts])
@@ -366,7 +368,7 @@ def recompress_layer(
 
 
 @partial(jax.jit, static_argnames=("method", "rope"))
-def _recompress_alone(
+def recompress_alone(
     method: Method, layer: PagedHeads, state: tuple[State | None, ...], position: Int[Array, " B"], rope: Rope | None
 ) -> tuple[PagedHeads, tuple[State | None, ...]]:
     """Every head as a sequence of its own."""
@@ -391,7 +393,14 @@ def recompress_heads(
 
 
 def _recompress_group(
-    method: Method, group: Group, state: State | None, position: Int[Array, " B"], rope: Rope | None, selection: Any
+    method: Method,
+    group: Group,
+    state: State | None,
+    position: Int[Array, " B"],
+    rope: Rope | None,
+    selection: Any,
+    *,
+    in_place: bool = True,
 ) -> Compressed:
     if state is None or "due" not in state:
         return Compressed(group, state)
@@ -400,7 +409,8 @@ def _recompress_group(
     target = jnp.where(counts >= held["due"], held["budget"], counts)
     slots = group.degree.shape[2]
     plan = GroupPlan((), slots, most_rows=slots, rope=rope)
-    result = compacted(method.recompress(Rows(group, target, position, held, selection=selection, plan=plan)))
+    result = method.recompress(Rows(group, target, position, held, selection=selection, plan=plan))
+    result = compacted(result, in_place=in_place)
     return replace(result, state=held | (result.state or {}))
 
 

@@ -9,7 +9,7 @@ that of the text so far, so a share of it grows, and a number of rows does not.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +32,14 @@ from clusterkv_jax.cache.layers import (
 )
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, recompress_every, slots_shardable
-from clusterkv_jax.methods.driver import placed, placed_state, recompress, scheduled, with_budget
+from clusterkv_jax.methods.driver import (
+    placed,
+    placed_state,
+    recompress_alone,
+    recompress_layer,
+    scheduled,
+    with_budget,
+)
 from clusterkv_jax.methods.families.eviction import Eviction
 from clusterkv_jax.methods.heads_as_batch import OF_SLOTS, remembered, repaged
 from clusterkv_jax.methods.plan import aligned, budgets_by_head, few_sizes, pool_of, rows_of_request
@@ -154,37 +161,47 @@ def budgets_so_far(
 # --- under jit: back to the budget ---
 
 
-@jit(static_argnames=("method", "plans", "ropes"), donate_argnames=("cache",))
+def of_layer(
+    plan: LayerPlan, rows: Int[np.ndarray, "B groups"]
+) -> tuple[LayerPlan, Int[np.ndarray, "B _"], Float[np.ndarray, " K"] | None]:
+    """A layer's plan and budgets as `back_to_budget` takes them, and the shares of heads that stand in pages: layers
+    whose heads have other budgets are one program then.
+    """
+    if plan.by_head is None:
+        return plan, rows, None
+    of_heads, shares = budgets_by_head(plan, rows)
+    return replace(plan, groups=(), pool=None), np.asarray(of_heads), shares
+
+
+@jit(static_argnames=("method", "plan", "rope"))
 def back_to_budget(
     method: Method,
-    plans: tuple[LayerPlan, ...],
-    cache: KVCache,
-    budgets: tuple[Int[Array | np.ndarray, "B groups"], ...],
-    ropes: tuple[Rope | None, ...],
-) -> KVCache:
-    """Bring every sequence to these budgets, in the slots that there are; those that hold no more stay as they are."""
-    known = zip(plans, cache.layers, cache.state, map(jnp.asarray, budgets), strict=True)
-    state = tuple(_with_budgets(method, *of_layer, cache.position) for of_layer in known)
-    return recompress(method, replace(cache, state=state), ropes)
-
-
-def _with_budgets(
-    method: Method,
     plan: LayerPlan,
-    layer: Any,
+    layer: Layer,
     state: tuple[State | None, ...],
-    budgets: Int[Array, "B groups"],
+    budgets: Int[Array | np.ndarray, "B _"],
+    shares: Float[Array | np.ndarray, " K"] | None,
     position: Int[Array, " B"],
-) -> tuple[State | None, ...]:
+    rope: Rope | None,
+) -> tuple[Layer, tuple[State | None, ...]]:
+    """Bring every sequence to its budgets, in slots that are as many; those that hold no more stay as they are.
+
+    Rows get new memory: moved where they lie, they would take a GPU a launch for each part of them.
+    """
+    if not is_compressible(layer):
+        return layer, state
     if plan.by_head is not None:
-        (group_state,), (by_head, shares) = state, budgets_by_head(plan, budgets)
-        of_heads = jnp.asarray(by_head)
-        now = remembered(method, plan.by_head, layer, group_state or {}, of_heads, shares, position)
-        return (with_budget(now, of_heads, 1),)
-    return tuple(
-        _with_budget(method, of_group, group, group_state, budgets[:, i], position)
+        assert shares is not None
+        of_heads, pages = jnp.asarray(budgets), cast("Any", layer)
+        now = remembered(method, plan.by_head, pages, state[0] or {}, of_heads, jnp.asarray(shares), position)
+        layer, state = recompress_alone(method, pages, (with_budget(now, of_heads, 1),), position, rope)
+        return placed(method, layer), placed_state(method, state)
+    state = tuple(
+        _with_budget(method, of_group, group, group_state, jnp.asarray(budgets)[:, i], position)
         for i, (of_group, group, group_state) in enumerate(zip(plan.groups, groups(layer), state, strict=True))
     )
+    layer, state, _ = recompress_layer(method, layer, state, position, rope, None, in_place=False)
+    return placed(method, layer), placed_state(method, state)
 
 
 def _with_budget(

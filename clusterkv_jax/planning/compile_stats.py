@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from clusterkv_jax.blocks.linear import TOKENS_AT_ONCE
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, groups
-from clusterkv_jax.decoding import append_step_jit
+from clusterkv_jax.decoding.appending import append_to_layer
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.driver import LayerPrompt
 from clusterkv_jax.methods.gating import back_to_budget
@@ -194,11 +194,12 @@ def prefill_temporaries(job: ProgramJob) -> tuple[float, float]:
 
 
 def gated_temporaries(job: ProgramJob, calls: Sequence[ProgramCall]) -> tuple[float, float]:
-    """The same with a gate, by the programs of a chunk."""
-    of_chunk = [call for call in calls if call.program in (append_step_jit, back_to_budget)]
+    """The same with a gate, by the programs of a chunk, of which one gives a layer's rows new memory."""
+    of_chunk = [call for call in calls if call.program in (append_to_layer, back_to_budget)]
     memories = [call.lowered.compile().memory_analysis() for call in of_chunk]
     code = sum(memory.generated_code_size_in_bytes for memory in memories)
-    return beyond_cache(job) + max(memory.temp_size_in_bytes for memory in memories), code
+    needs = (x.temp_size_in_bytes + x.output_size_in_bytes - x.alias_size_in_bytes for x in memories)
+    return beyond_cache(job) + max(needs), code
 
 
 def beyond_cache(job: ProgramJob) -> float:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 from clusterkv_jax.kernels.best_scores import is_best, limit_of, tile_of, warps_of
 from clusterkv_jax.kernels.gpu import arange, call
 
-MOST_SCORES = 2**17  # of a head: one multiprocessor reads them some 30 times
+MOST_SCORES = 2**18  # of a head: one multiprocessor reads them some 30 times
 
 
 def top_rows(score, count, *, interpret=False):

@@ -136,9 +136,11 @@ class Clustering(Merging):
             group, rounds = soft_matching.cluster(group, target, rounds, **self._options(group))
             return group, target, rounds
 
-        keys = rows.cache.keys
-        by_kernels = traits().merges_in_place and (not isinstance(keys, Quantised) or converts(kind(keys)))
-        in_place = cluster if by_kernels else partial(head_by_head, cluster)
-        tree = rows.cache, rows.budget, rows.state["rounds"]
-        group, _, rounds = over_heads(lambda *tree: in_place(tree), *tree)
+        cache: Any = rows.cache
+        keys, tree = cache.keys, (cache, rows.budget, rows.state["rounds"])
+        if traits().merges_in_place and (not isinstance(keys, Quantised) or converts(kind(keys))):
+            merge = partial(soft_matching.cluster_in_place, **self._options(cache))
+            group, left, rounds = over_heads(merge, *tree)
+            return Compressed(group, {"rounds": rounds}, slots=left)
+        group, _, rounds = over_heads(lambda *tree: head_by_head(cluster, tree), *tree)
         return Compressed(group, {"rounds": rounds})

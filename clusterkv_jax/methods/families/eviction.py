@@ -7,6 +7,7 @@ Windowed    worth is the attention of the last `window` queries, which always st
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -41,6 +42,7 @@ from clusterkv_jax.methods.base import (
     recompress_every,
 )
 from clusterkv_jax.runtime.control_flow import head_by_head
+from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.runtime.sharding import over_heads
 from clusterkv_jax.scores import last_queries
@@ -101,10 +103,16 @@ class Eviction(Method):
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
-        """As after the prompt, over the rows there are, in place."""
+        """As after the prompt, over the rows there are, in place: of one head after the other, but where kernels move
+        rows.
+        """
         if self.storage == "pages":
             return Compressed(self._recompress_pages(rows))
         stay = self._stay(rows) if rows.selection is None else rows.selection
+        if traits().merges_in_place:
+            slots = over_heads(partial(mask_to_slots, capacity=rows.cache.capacity), stay)
+            left = replace(rows.cache, length=jnp.sum(slots >= 0, axis=-1, dtype=jnp.int32))
+            return Compressed(left, selection=stay, slots=slots)
 
         def take(tree: tuple[LayerCache, Array]) -> tuple[LayerCache, Array]:
             group, stay = tree

@@ -64,7 +64,7 @@ class Scored(Scoped):
     def recompress(self, rows: Rows) -> Compressed:
         """The same in place."""
         result = super().recompress(rows)
-        slots = mask_to_slots(result.selection, rows.plan.capacity)
+        slots = mask_to_slots(result.selection, rows.plan.capacity) if result.slots is None else result.slots
         return replace(result, state={"scores": take_scores(rows.state["scores"], slots)})
 
 
