@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from clusterkv_jax.cache.host_store import commit
 from clusterkv_jax.cache.layers import KVCache
-from clusterkv_jax.decoding.appending import append_step, surrogate_of
+from clusterkv_jax.decoding.appending import append_step, next_tokens, surrogate_of
 from clusterkv_jax.learned import repetition
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import LayerPrompt, due, recompress, steps_until_due
@@ -296,11 +296,11 @@ def decode_loop(
 
     def one(carry):
         step, state, tokens = carry
-        counts = jnp.ones_like(state.token)
-        cache, logits = append_step(params, config, method, state.cache, state.token[:, None], counts)
-        token = next_token(logits, sampling, key, first + step)
+        choose = partial(next_token, sampling=sampling, key=key, step=first + step)
+        cache, token, counts = state.cache, state.token, jnp.ones_like(state.token)
+        cache, _, token, ended = next_tokens(params, config, method, cache, token, counts, choose, ends)
         tokens = jax.lax.dynamic_update_slice(tokens, jnp.where(state.ended, -1, token)[:, None], (0, step))
-        return step + 1, DecodeState(cache, token, state.ended | jnp.isin(token, ends)), tokens
+        return step + 1, DecodeState(cache, token, state.ended | ended), tokens
 
     def room(carry):
         return steps_until_due(method, carry[1].cache)

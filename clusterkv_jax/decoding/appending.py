@@ -1,6 +1,7 @@
 """New tokens through the model, over its compressed cache: as one program with its layers unrolled, or layer by layer.
 
-    append_step       pure, for use in a jit: a decode step
+    append_step       pure, for use in a jit: tokens that a batch is given
+    next_tokens       the same of the token that it drew last, and its next: the step of every decode loop
     append_layerwise  programs that layers share, each in place: a question, which is read once
 
 A program of thirty layers takes thirty times as long to compile as one of a layer, and runs a few milliseconds less.
@@ -54,6 +55,24 @@ def append_step(
         state.append(memory)
     cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
     return cache, leave(params, config, cache, hidden, counts, at)
+
+
+def next_tokens(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    token: Int[Array, " B"],
+    counts: Int[Array, " B"],
+    choose: Callable[[Float[Array, "B V"]], Int[Array, " B"]],
+    ends: Int[Array, " ends"],
+) -> tuple[KVCache, Float[Array, "B V"], Int[Array, " B"], Bool[Array, " B"]]:
+    """The last token of each sequence enters where its count is 1, and the logits behind it choose the next one: cache,
+    logits, tokens, and which of these are among `ends`.
+    """
+    cache, logits = append_step(params, config, method, cache, token[:, None], counts)
+    new = choose(logits)
+    return cache, logits, new, jnp.isin(new, ends)
 
 
 def enter(

@@ -27,7 +27,7 @@ from clusterkv_jax.cache.kinds import with_groups
 from clusterkv_jax.cache.layers import KVCache, copy_sequences, groups
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
-from clusterkv_jax.decoding.appending import append_layerwise, append_step
+from clusterkv_jax.decoding.appending import append_layerwise, next_tokens
 from clusterkv_jax.engine.logits import Logprobs, counts_of, logprobs_of
 from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.generation.batch import padded
@@ -292,10 +292,14 @@ def decode(
 
     def one(carry):
         step, (cache, token), now, said = carry
-        cache, logits = append_step(params, config, method, cache, token[:, None], now.astype(jnp.int32))
-        new = jnp.where(now, draw(logits, sampling, step, said.counts), -1)
+
+        def choose(logits):
+            return jnp.where(now, draw(logits, sampling, step, said.counts), -1)
+
+        counts = now.astype(jnp.int32)
+        cache, logits, new, ends_here = next_tokens(params, config, method, cache, token, counts, choose, ends)
         token = jnp.where(now, new, token)
-        ended = (jnp.isin(new, ends) & ~jnp.asarray(sampling.ignore_eos)) | (new == NOT_FINITE)
+        ended = (ends_here & ~jnp.asarray(sampling.ignore_eos)) | (new == NOT_FINITE)
         return step + 1, (cache, token), now & ~ended & (step + 1 < left), _say(said, logits, new, step)
 
     said = _nothing_said(slots.logits, slots.token, sampling, steps)
