@@ -76,12 +76,12 @@ def test_what_could_not_be_read_is_not_written(file, tmp_path, monkeypatch):
     assert calibration.MOST_NUMBERS > 1.5 * 160 * 5120
     profile = calibration.read(file)
     surrogate = tuple({"weights": np.ones((64, 2), np.float32), "bias": np.ones(2, np.float32)} for _ in range(6))
-    monkeypatch.setattr(calibration, "MOST_NUMBERS", len(file.read_text()) - 1)
+    monkeypatch.setattr(calibration.files, "MOST_NUMBERS", len(file.read_text()) - 1)
     for name in ("new.yaml", "new.safetensors"):
         with pytest.raises(ValueError, match=r"of demo has [\d,]+ bytes of numbers, .* nothing was written to .*new\."):
             calibration.write(tmp_path / name, replace(profile, surrogate=surrogate))
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(calibration, "MOST_NUMBERS", len(file.read_text()))
+    monkeypatch.setattr(calibration.files, "MOST_NUMBERS", len(file.read_text()))
     calibration.write(tmp_path / "new.yaml", profile)
     assert calibration.read(tmp_path / "new.yaml") == profile
 
