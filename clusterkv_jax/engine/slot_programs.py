@@ -305,7 +305,7 @@ def decode(
     said = _nothing_said(slots.logits, slots.token, sampling, steps)
     start = jnp.zeros((), jnp.int32), (slots.cache, slots.token), active, said
     step, (cache, token), _, said = while_running(running, one, start)
-    late = _late(method, cache, active)
+    late = _late(method, cache, jnp.asarray(active))
     return _laid(method, Slots(cache, token, slots.logits)), said.tokens, said.logprobs, step, late
 
 

@@ -108,17 +108,18 @@ class Eviction(Method):
         """
         if self.storage == "pages":
             return Compressed(self._recompress_pages(rows))
+        cache: Any = rows.cache
         stay = self._stay(rows) if rows.selection is None else rows.selection
         if traits().merges_in_place:
-            slots = over_heads(partial(mask_to_slots, capacity=rows.cache.capacity), stay)
-            left = replace(rows.cache, length=jnp.sum(slots >= 0, axis=-1, dtype=jnp.int32))
+            slots = over_heads(partial(mask_to_slots, capacity=cache.capacity), stay)
+            left = replace(cache, length=jnp.sum(slots >= 0, axis=-1, dtype=jnp.int32))
             return Compressed(left, selection=stay, slots=slots)
 
         def take(tree: tuple[LayerCache, Array]) -> tuple[LayerCache, Array]:
             group, stay = tree
             return take_rows(group, stay, group.capacity)[0], stay
 
-        group, _ = over_heads(lambda *tree: head_by_head(take, tree), rows.cache, stay)
+        group, _ = over_heads(lambda *tree: head_by_head(take, tree), cache, stay)
         return Compressed(group, selection=stay)
 
     def _stay(self, rows: Rows) -> Bool[Array, "B K C"]:
