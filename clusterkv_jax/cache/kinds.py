@@ -139,10 +139,14 @@ def side_by_side(layer: Any, most: int) -> Any:
     return pages.from_pages(layer, min(most, layer.degree[0].size)) if isinstance(layer, PagedHeads) else layer
 
 
-def alike(layer: Any) -> Any:
-    """The layer as if all heads in its pages had the most slots of any: pages of one shape are one program then."""
+def alike(layer: Any, *, shape_alone: bool = False) -> Any:
+    """The layer as if all heads in its pages had the most slots of any: layers of one shape share a program then.
+
+    With `shape_alone` each might have all slots, for programs that need not know the most.
+    """
     if not isinstance(layer, PagedHeads) or (slots := pages.most_slots(layer)) is None:
         return layer
+    slots = layer.degree.shape[1] * layer.degree.shape[2] if shape_alone else slots
     return replace(layer, head_slots=((tuple(range(layer.length.shape[1])), slots),))
 
 

@@ -172,7 +172,7 @@ def append_layerwise(
     for number, weights in enumerate(params["layers"]):
         inputs = inputs_of_layer(config, method, number)
         static = config.of_layer(number), method, inputs
-        rows = alike(cache.layers[number]), cache.state[number]
+        rows = alike(cache.layers[number], shape_alone=tokens.shape[1] > 1), cache.state[number]
         entering = hidden, before if "lookahead" in inputs else None
         before, (hidden, layer, memory) = (
             hidden,

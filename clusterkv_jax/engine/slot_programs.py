@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache.host_store import commit, place
-from clusterkv_jax.cache.kinds import with_groups
+from clusterkv_jax.cache.kinds import head_slots, with_groups
 from clusterkv_jax.cache.layers import KVCache, copy_sequences, groups
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
@@ -34,6 +34,7 @@ from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.driver import placed, placed_state, room_of_sequences
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
+from clusterkv_jax.methods.heads_as_batch import cut
 from clusterkv_jax.methods.plan import plan_of_layer
 from clusterkv_jax.methods.recompression import recompress_late
 from clusterkv_jax.methods.request import LayerPlan, RequestShape
@@ -156,10 +157,24 @@ def insert(
     return _laid(method, Slots(new[0], slots.token, new[1]))
 
 
-@jit(static_argnames=("method",))
-def extract(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""]) -> Slots:
-    """A copy of one slot."""
-    return _laid(method, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots))
+@jit(static_argnames=("method", "for_questions"))
+def extract(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""], for_questions: bool = False) -> Slots:
+    """A copy of one slot; `for_questions` with as many pages in each layer, so that layers share programs."""
+    one = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), slots)
+    return _laid(method, replace(one, cache=_in_pools_alike(one.cache)) if for_questions else one)
+
+
+def _in_pools_alike(cache: KVCache) -> KVCache:
+    """A cache whose heads of unequal budgets have as many pages in each layer, empty ones behind those there are."""
+    in_pages = [head_slots(layer) is not None for layer in cache.layers]
+    pools = [groups(layer)[0].degree.shape[1] for layer, paged in zip(cache.layers, in_pages, strict=True) if paged]
+    count = max(pools, default=0)
+    parts = [
+        cut(layer, state, count) if paged else (layer, state)
+        for layer, state, paged in zip(cache.layers, cache.state, in_pages, strict=True)
+    ]
+    layers, states = zip(*parts, strict=True)
+    return replace(cache, layers=layers, state=states)
 
 
 def append_question(
@@ -189,7 +204,7 @@ def compile_questions(model: Model, method: Method, slots: Slots, width: int) ->
 
     feed(slots)
     if method.storage != "host" and slots.token.size > 2:  # of two, one is half
-        one = compile(extract, method, slots, number)
+        one = compile(extract, method, slots, number, True)
         feed(one)
         compile(insert, method, slots, one.cache, one.logits, number)
 
@@ -213,7 +228,7 @@ def append_questions(
             slots = feed(slots, [one if other == slot else NO_QUESTION for other in range(count)])
         else:
             number = np.asarray(slot, np.int32)
-            here = feed(extract(method, slots, number), [one])
+            here = feed(extract(method, slots, number, True), [one])
             slots = insert(method, slots, here.cache, here.logits, number)
     return slots
 

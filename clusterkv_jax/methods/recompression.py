@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.cache.kinds import alike, as_it_was, is_compressible
+from clusterkv_jax.cache.kinds import alike, as_it_was, head_slots, is_compressible
 from clusterkv_jax.cache.layers import KVCache, Layer, LayerCache, PagedHeads, State
 from clusterkv_jax.methods import heads_as_batch
 from clusterkv_jax.methods.base import Method, is_by_head
@@ -35,7 +35,7 @@ def recompress_late(method: Method, cache: KVCache, ropes: tuple[Rope | None, ..
         number += 1
         if not _is_ever_due(state):
             continue
-        if by_heads and getattr(layer, "head_slots", None) is not None:
+        if by_heads and head_slots(layer) is not None:
             layers[i], states[i] = _pages(method, layer, state, cache.position, rope, late)
         else:
             before = selection if "selection" in method.inputs(number) else None

@@ -209,6 +209,26 @@ def test_heads_of_unequal_budgets_are_served_and_saved(tmp_path):
     assert again.tokens == expected[0].tokens
 
 
+def test_compression_is_compiled_when_it_is_due():
+    """Of layers with unlike budgets too, whose questions enter as those of any."""
+    shares = ((2.2, 1.0), (0.5, 0.3))
+    method = dataclasses.replace(METHOD, budget=ckv.Budget(ratio=0.5, shares=shares), interval=8)
+    served, text, question = engine(method=method), prompt(3, 50), prompt(904, 4)
+
+    def said(new):
+        return served.add(text, question, max_new_tokens=new).result().tokens
+
+    def alone(new):
+        return ckv.generate(tiny(), [text], questions=[question], method=method, max_new_tokens=new).tokens
+
+    assert said(3) == alone(3)
+    before = served.stats().programs
+    assert said(4) == alone(4)
+    assert served.stats().programs == before
+    assert said(20) == alone(20)
+    assert served.stats().programs > before
+
+
 @pytest.mark.parametrize("shares", [None, ((1.5, 0.5), (0.5, 1.5))])
 def test_a_cache_that_prefill_made_is_asked(tmp_path, shares):
     model, method, text = tiny(), ckv.SnapKV(ckv.Budget(ratio=0.5, shares=shares), window=4), prompt(3, 50)
