@@ -17,6 +17,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         * version("jaxlib").startswith("0.10."),
     ]
 ).strip()
+# Tests, and the commands that they start, compile far more than they compute: LLVM's optimisations would take most of
+# their time.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # Threads of XLA for all fake devices: by default one each. A device that waits in two collectives at once then leaves
 # another without a thread, and none of them ends.
 os.environ.setdefault("NPROC", "64")
@@ -33,9 +36,6 @@ import jaxtyping
 import pytest
 
 from tests.support import typechecker
-
-# Tests compile far more than they compute: LLVM's optimisations would take most of their time.
-jax.config.update("jax_disable_most_optimizations", True)
 
 # Workers, and the next run, take from each other what one of them compiled.
 jax.config.update("jax_compilation_cache_dir", os.path.join(os.environ["XDG_CACHE_HOME"], "programs"))

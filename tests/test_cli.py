@@ -13,13 +13,10 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
-from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.terminal import progress_bar
-from clusterkv_jax.models import llama
 from clusterkv_jax.presets import list_presets
-from tests.support.byte_model import BYTES, byte_tokenizer
+from tests.support.byte_model import BYTES, byte_folder
 from tests.support.processes import python
-from tests.support.tiny import random_params
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}<assistant>"
@@ -28,14 +25,7 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A random model whose tokens are bytes, with a chat template."""
-    folder = tmp_path_factory.mktemp("tiny")
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    config = llama.from_hf(BYTES)
-    loading.save_huggingface(
-        folder, random_params(config), config, tokenizer_json=folder / "tokenizer.json", dtype="float32"
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
+    return byte_folder(tmp_path_factory.mktemp("tiny"), TEMPLATE)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """The exponent of a row's degree in its weight: 1 is the papers' bias, 0 none."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ LENGTHS, HEADS, DIM = np.asarray([96, 40]), 4, 8
 QUARTER = ckv.Budget(ratio=0.25)
 
 
+@functools.cache
 def clustered(degree_power, cache_dtype=None):
     """A layer of centroids, what its method remembers, and the method."""
     options = {"sinks": 2, "recent": 4, "degree_power": degree_power, "cache_dtype": cache_dtype}
@@ -69,7 +72,7 @@ def test_steps_attend_by_the_power_of_their_method(cache_dtype):
 
 def test_devices_that_share_heads_or_slots_find_the_same():
     _, layer, _ = clustered(0.5)
-    alone, _ = attend_cache(layer, queries()[:, None], degree_power=0.5)
+    alone, _ = jax.jit(lambda layer, q: attend_cache(layer, q, degree_power=0.5))(layer, queries()[:, None])
     for shape in ((2, 4), (1, 8)):
         with jax.set_mesh(auto_mesh(jax.make_mesh(shape, ("data", "model")))):
             out, _ = jax.jit(lambda layer, q: attend_cache(layer, q, degree_power=0.5))(layer, queries()[:, None])

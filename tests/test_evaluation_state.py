@@ -65,8 +65,8 @@ def test_random_rows_keep_the_prompt_while_a_model_writes():
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         cache, logits = step(model.params, model.config, method, cache, token)
         layer = cache.layers[0]
-        held.append(int(layer.length[0, 0]))
-        seen.append(set(np.asarray(layer.positions[0, 0, : held[-1]]).tolist()))
+        held.append(int(np.asarray(layer.length)[0, 0]))
+        seen.append(set(np.asarray(layer.positions)[0, 0, : held[-1]].tolist()))
     assert held[42:47] == [63, 64, 65, 66, 67]
     assert max(held) == 191
     assert held[171] == 64

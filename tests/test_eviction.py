@@ -202,14 +202,16 @@ def test_streamingllm_moves_its_keys_together():
 def steps(method: Method, q, k, v, prompt: int):
     """Compress the first `prompt` tokens and feed the others one by one: attention and layer after each step."""
     total = k.shape[2]
+    q, k, v = map(np.asarray, (q, k, v))  # a slice of jax's compiles for each place
     request = RequestShape(np.asarray([prompt]), 1, k.shape[1], reserve=total - prompt)
-    layer, state, _ = compress_layer(method, [x[:, :, :prompt] for x in (q, k, v)], np.asarray([prompt]), request)
+    tensors = [jnp.asarray(x[:, :, :prompt]) for x in (q, k, v)]
+    layer, state, _ = compress_layer(method, tensors, np.asarray([prompt]), request)
     yield None, layer
     step = jax.jit(partial(step_layer, method))
     for t in range(prompt, total):
-        token = (jnp.swapaxes(x[:, :, t : t + 1], 1, 2) for x in (q, k, v))
+        token = (jnp.asarray(np.swapaxes(x[:, :, t : t + 1], 1, 2)) for x in (q, k, v))
         attended, layer, state = step(layer, state, StepInputs(*token, jnp.asarray([[t]]), jnp.asarray([[True]])))
-        yield attended[:, 0], layer
+        yield np.asarray(attended)[:, 0], layer
 
 
 def test_h2o_decodes_as_the_authors_code_does():
@@ -347,14 +349,16 @@ def test_rerotated_sinks_stay_near_while_decoding():
     from clusterkv_jax.models.config import Rope
 
     rope, rng = Rope(1e4, 8), np.random.default_rng(5)
-    plain = [jnp.asarray(rng.normal(size=(1, 40, h, 8)), jnp.float32) for h in (2, 1, 1)]
-    turned = [rotate(x, jnp.arange(40)[None], rope) for x in plain[:2]]
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (*turned, plain[2]))
+    turned_to = jax.jit(partial(rotate, rope=rope))
+    plain = [rng.normal(size=(1, 40, h, 8)).astype(np.float32) for h in (2, 1, 1)]
+    turned = [np.asarray(turned_to(x, np.arange(40)[None])) for x in plain[:2]]
+    q, k, v = (np.swapaxes(x, 1, 2) for x in (*turned, plain[2]))
     method = ckv.StreamingLLM(Budget(tokens=12), 4, rerotate=True)
     request = RequestShape(np.asarray([20]), 1, 1, reserve=20, rope=rope)
-    layer, state, _ = compress_layer(method, (None, k[:, :, :20], v[:, :, :20]), np.asarray([20]), request)
+    tensors = (None, *(jnp.asarray(x[:, :, :20]) for x in (k, v)))
+    layer, state, _ = compress_layer(method, tensors, np.asarray([20]), request)
     new = StepInputs(
-        *(jnp.swapaxes(x[:, :, 20:], 1, 2) for x in (q, k, v)),
+        *(jnp.asarray(np.swapaxes(x[:, :, 20:], 1, 2)) for x in (q, k, v)),
         20 + jnp.arange(20)[None],
         jnp.ones((1, 20), bool),
         rope=rope,
@@ -363,12 +367,12 @@ def test_rerotated_sinks_stay_near_while_decoding():
     assert int(layer.length[0, 0]) == 12 == layer.capacity
     for t in (20, 27, 39):
         window = np.r_[0:4, t - 7 : t + 1]
-        places = jnp.arange(12)[None]
-        key = rotate(plain[1][:, window], places, rope)[0, :, 0]
-        query = rotate(plain[0][:, t : t + 1], places[:, -1:], rope)[0, 0]
-        score = np.asarray(query @ key.T, np.float64) / np.sqrt(8)
+        places = np.arange(12)[None]
+        key = np.asarray(turned_to(plain[1][:, window], places), np.float64)[0, :, 0]
+        query = np.asarray(turned_to(plain[0][:, t : t + 1], places[:, -1:]), np.float64)[0, 0]
+        score = query @ key.T / np.sqrt(8)
         weight = np.exp(score) / np.exp(score).sum(-1, keepdims=True)
-        np.testing.assert_allclose(attended[0, t - 20], weight @ np.asarray(plain[2])[0, window, 0], atol=1e-5)
+        np.testing.assert_allclose(np.asarray(attended)[0, t - 20], weight @ plain[2][0, window, 0], atol=1e-5)
 
 
 def test_chunkkv_layers_that_reuse_compute_no_scores():

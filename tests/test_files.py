@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import os
 import random
 import resource
 import signal
@@ -13,8 +12,6 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.storage.files import append_whole, replacing, write_whole
-from tests.support.processes import python
-from tests.support.scripts import SCRIPTS
 from tests.support.tiny import prompt, tiny
 
 
@@ -128,10 +125,3 @@ def test_one_cache_is_one_file_byte_for_byte(tmp_path, cache):
     for name in "abcdef":
         ckv.save_cache(tmp_path / name, cache, tiny().config, ckv.Full())
     assert len({(tmp_path / name).read_bytes() for name in "abcdef"}) == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the study forks")
-def test_what_is_killed_or_finds_no_room_ends_as_if_it_had_not(tmp_path):
-    """The large one is a target of its own, `make test-kills`."""
-    study = SCRIPTS / "studies" / "kills.py"
-    python(study, "--only", "join", "--kills", 3, "--full", 1, env=os.environ | {"TMPDIR": str(tmp_path)})

@@ -11,12 +11,10 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
-from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.methods import outside
-from clusterkv_jax.models import llama
 from clusterkv_jax.presets import as_method, find_preset, preset, read_preset
-from tests.support.byte_model import BYTES, byte_tokenizer
-from tests.support.tiny import prompt, random_params, taught, tiny
+from tests.support.byte_model import byte_folder
+from tests.support.tiny import prompt, taught, tiny
 
 HALF = ckv.Budget(ratio=0.5)
 OWN = '''
@@ -49,12 +47,7 @@ def own(tmp_path):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A random model whose tokens are bytes; nobody has calibrated it."""
-    folder = tmp_path_factory.mktemp("bytes")
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    config = llama.from_hf(BYTES)
-    tokenizer = folder / "tokenizer.json"
-    loading.save_huggingface(folder, random_params(config), config, tokenizer_json=tokenizer, dtype="float32")
-    return folder
+    return byte_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def test_a_name_and_a_ratio_are_the_method_of_both():

@@ -7,11 +7,8 @@ from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
 from clusterkv_jax import cli, saving
-from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.read import listed
-from clusterkv_jax.models import llama
-from tests.support.byte_model import BYTES, byte_tokenizer
-from tests.support.tiny import random_params
+from tests.support.byte_model import byte_folder
 
 TEMPLATE = "{% for m in messages %}<user>{{ m['content'] }}</user>{% endfor %}<assistant>"
 TEXT = ("All visible objects, man, are but as pasteboard masks. " * 6)[:300]
@@ -26,13 +23,7 @@ def run(*arguments):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A random model whose tokens are bytes, with a chat template."""
-    folder = tmp_path_factory.mktemp("tiny")
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    config = llama.from_hf(BYTES)
-    tokenizer = {"tokenizer_json": folder / "tokenizer.json", "dtype": "float32"}
-    loading.save_huggingface(folder, random_params(config), config, **tokenizer)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
+    return byte_folder(tmp_path_factory.mktemp("tiny"), TEMPLATE)
 
 
 @pytest.fixture(scope="module")

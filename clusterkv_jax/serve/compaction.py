@@ -37,8 +37,7 @@ async def _compacted(server: Server, messages: Sequence[Message], conversation: 
     variables = {**conversation.variables, "add_generation_prompt": False}
     size = sum(len(str(message)) for message in messages)
     with refused():
-        how = replace(conversation, variables=variables), prefixes.known_beginnings(server)
-        prompt = await aside(size, of_conversation, server.model, *how)
+        prompt = await aside(size, of_conversation, server.model, replace(conversation, variables=variables))
     most_tokens(server, len(prompt.tokens), None)
     text, cached = await prefixes.whole(server, prompt)
     item, count = await compaction_item(server, text, messages)

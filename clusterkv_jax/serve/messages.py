@@ -17,7 +17,6 @@ from clusterkv_jax.serve.answers import Asked, Running, begin, collected, output
 from clusterkv_jax.serve.errors import as_api_error, error_body, refused
 from clusterkv_jax.serve.events import event, json_response, streamed, unless_gone
 from clusterkv_jax.serve.grammar import of_call, of_format
-from clusterkv_jax.serve.prefixes import known_beginnings
 from clusterkv_jax.serve.prompts import Conversation, Cut, Message, continued, joined, of_conversation
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.tools import Call, as_template_call, calls_in, choice_of, visible
@@ -114,8 +113,7 @@ async def messages(server: Server, request: Request, raw: bytes) -> Response:
     how = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
     how["stop"] = tuple(body.stop_sequences)
     conversation = _conversation(server, body)
-    prompt = partial(of_conversation, server.model, conversation, known_beginnings(server))
-    tools = "tools" in conversation.variables
+    prompt, tools = partial(of_conversation, server.model, conversation), "tools" in conversation.variables
     forced = of_call(server.model, conversation.variables.get("tools", ()), choice_of(body.tool_choice))
     grammar = forced or of_format(None if body.output_config is None else body.output_config.format)
     asked = Asked(prompt, how, body.max_tokens, body.stream, request.url.path, len(raw), ignored, grammar)
@@ -134,8 +132,7 @@ async def count_tokens(server: Server, _request: Request, raw: bytes) -> Respons
     """Tokens of messages in the model's chat template."""
     body, _ = await bodies.parsed(raw, CountRequest)
     with refused():
-        how = _conversation(server, body), known_beginnings(server)
-        prompt = await asyncio.to_thread(of_conversation, server.model, *how)
+        prompt = await asyncio.to_thread(of_conversation, server.model, _conversation(server, body))
     return json_response({"input_tokens": len(prompt.tokens)})
 
 

@@ -9,7 +9,6 @@ in memory is looked for among the files.
 
 import asyncio
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from clusterkv_jax import saving
 from clusterkv_jax.engine import Context, RequestOutput, SamplingParams
 from clusterkv_jax.serve import context_files
 from clusterkv_jax.serve.errors import ApiError, refused
-from clusterkv_jax.serve.prompts import Known, Prompt
+from clusterkv_jax.serve.prompts import Prompt
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.text_keys import TextKey, key_of, longest_beginning
 from clusterkv_jax.text.tokenizer import encode
@@ -75,17 +74,6 @@ async def beginning_of(server: Server, prompt: Prompt, max_new_tokens: int) -> B
         context = await extended(server, await _context(server, found), rest[:-most])
         return Beginning(context, cached, rest[-most:])
     return None
-
-
-def known_beginnings(server: Server) -> Known:
-    """The tokens of texts that the store has now."""
-    contexts = dict(server.contexts)  # another thread may ask, while texts come and go
-
-    def known(text: str) -> tuple[int, Iterable[int]]:
-        found = longest_beginning(text, contexts.keys(), len(text))
-        return (0, ()) if found is None else (found.letters, (*contexts[found].tokens, *contexts[found].last))
-
-    return known
 
 
 def remember(

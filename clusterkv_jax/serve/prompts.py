@@ -1,6 +1,6 @@
 """Messages as tokens, in two parts: what later requests may share, compressed, and what comes after it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,14 +10,8 @@ from clusterkv_jax.text.prompts import MOST_LETTERS
 from clusterkv_jax.text.tokenizer import Tokens, encode
 
 Message = Mapping[str, Any]
-# The tokens that are known of a text's beginning: of how many letters, and which.
-Known = Callable[[str], tuple[int, Iterable[int]]]
 # The end of what is shared: the number of a message, and how many letters of its content belong to it.
 Cut = tuple[int, int]
-
-
-def _nothing_known(_text: str) -> tuple[int, Iterable[int]]:
-    return 0, ()
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,10 @@ def of_text(model: Model, text: str) -> Prompt:
     return Prompt([], encode(model.tokenizer, text, add_special_tokens=True))
 
 
-def of_conversation(model: Model, conversation: Conversation, known: Known = _nothing_known) -> Prompt:
+def of_conversation(model: Model, conversation: Conversation) -> Prompt:
     """Messages in the model's chat template, and the beginning of an answer; a blank line apart without a template.
 
-    Shared is what stands before the client's cut, or else before the last user's message. Tokens that are `known` are
-    not made again, which takes longer for a long text than anything else.
+    Shared is what stands before the client's cut, or else before the last user's message.
 
     Raises ValueError in one sentence, if the template fails or knows no tools.
     """
@@ -77,17 +70,10 @@ def of_conversation(model: Model, conversation: Conversation, known: Known = _no
         raise ValueError(f"The chat template of {model.name!r} knows no tools; leave them out.")
     shared, rest = _cut(model.tokenizer, messages, cut, conversation.variables)
     _check(model, shared + rest)
-    begin = [] if not shared else _encoded(model, shared, known, is_first=not templated)
-    end = encode(model.tokenizer, rest) if shared else _encoded(model, rest, known, is_first=not templated)
+    begin = [] if not shared else encode(model.tokenizer, shared, add_special_tokens=not templated)
+    end = encode(model.tokenizer, rest, add_special_tokens=not templated and not shared)
     exact = bool(shared) and conversation.cut is not None
     return Prompt(begin, end, exact=exact, text=shared + rest, cut=len(shared))
-
-
-def _encoded(model: Model, text: str, known: Known, *, is_first: bool) -> Tokens:
-    """Tokens of a text from its beginning; what begins every text stands before it where it `is_first`."""
-    letters, tokens = known(text)
-    rest = text[letters:]
-    return [*tokens, *(encode(model.tokenizer, rest, add_special_tokens=is_first and not letters) if rest else ())]
 
 
 def _check(model: Model, text: str) -> None:

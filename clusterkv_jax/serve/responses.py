@@ -20,7 +20,6 @@ from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import event, json_response, streamed, unless_gone
 from clusterkv_jax.serve.grammar import of_call, of_format
 from clusterkv_jax.serve.items import CompactRequest, Items, conversation_of
-from clusterkv_jax.serve.prefixes import known_beginnings
 from clusterkv_jax.serve.prompts import Message, of_conversation
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.text_keys import key_of
@@ -87,7 +86,7 @@ async def responses(server: Server, request: Request, raw: bytes) -> Response:
     how = {"temperature": body.temperature, "top_p": body.top_p}
     others = {shown(tool.get("type")) for tool in body.tools if tool.get("type") != "function"}
     ignored = [*ignored, *(f"tools of type {kind}" for kind in sorted(others))]
-    prompt = partial(of_conversation, server.model, conversation, known_beginnings(server))
+    prompt = partial(of_conversation, server.model, conversation)
     size = sum(len(str(message)) for message in conversation.messages)
     asked = Asked(prompt, how, body.max_output_tokens, bool(body.stream), request.url.path, size, ignored, grammar)
     running = await unless_gone(request, begin(server, asked))

@@ -206,7 +206,8 @@ def test_pages_take_over_what_another_method_read(first):
     assert len(result.tokens[0]) == 30
     kv = read(method, prompt(1, 60))
     assert all(isinstance(layer, layers.PagedHeads) for layer in kv.layers)
-    kv, _ = extend_step(tiny().params, tiny().config, method, kv, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    extend = jax.jit(extend_step, static_argnums=(1, 2))
+    kv, _ = extend(tiny().params, tiny().config, method, kv, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
     assert all(int(layer.length.sum()) <= 2 * (30 + 8) for layer in kv.layers)
 
 

@@ -1,9 +1,9 @@
 """The Python of every page runs and prints what it says."""
 
-from tests.support.pages import FIRST, PROGRAMS, ROOT, each, run_python
+from tests.support.pages import PROGRAMS, ROOT, each, run_python
 
 
-@each(page for page in PROGRAMS if page not in FIRST)
+@each(PROGRAMS)
 def test_python_runs_and_prints_what_it_says(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     run_python(page)

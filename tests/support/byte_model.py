@@ -1,11 +1,14 @@
 """What models need whose tokens are bytes: a published configuration and a tokenizer."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import clusterkv_jax as ckv
+from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.models import llama
 from tests.support.tiny import random_params
 
@@ -40,8 +43,18 @@ def ending_model(template: str | None = None) -> ckv.Model:
     return replace(model, config=replace(model.config, eos_ids=(256,)))
 
 
-def byte_model(template: str | None = None) -> ckv.Model:
-    """A random model of two layers whose tokens are bytes, in a chat template or without; none ends a text."""
-    config = replace(llama.from_hf(BYTES | {"num_hidden_layers": 2}), eos_ids=())
+def byte_model(template: str | None = None, layers: int = 2) -> ckv.Model:
+    """A random model whose tokens are bytes, in a chat template or without; none ends a text."""
+    config = replace(llama.from_hf(BYTES | {"num_hidden_layers": layers}), eos_ids=())
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), chat_template=template)
     return ckv.Model(random_params(config), config, tokenizer=tokenizer, mesh=None, name="bytes")
+
+
+def byte_folder(folder: Path, template: str | None = None) -> Path:
+    """A folder with such a model in Hugging Face's format."""
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config, tokenizer = llama.from_hf(BYTES), folder / "tokenizer.json"
+    loading.save_huggingface(folder, random_params(config), config, tokenizer_json=tokenizer, dtype="float32")
+    if template is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder

@@ -16,4 +16,8 @@ def compress(method: Method, tensors: Any, lengths: Any, request: RequestShape, 
     plan = plan_layer(method, layer, request)
     budgets = rows_of_request(method, plan, lengths, layer, request)
     prompt = LayerPrompt(*tensors, lengths=jnp.asarray(lengths))
-    return compress_layer(method, prompt, budgets, plan, jax.random.key(1), selection)
+    return _compress_layer(method, prompt, budgets, plan, jax.random.key(1), selection)
+
+
+# One program, as in the library: its operations one by one are a hundred programs.
+_compress_layer = jax.jit(compress_layer, static_argnums=(0, 3))

@@ -50,5 +50,3 @@ def run_python(page):
 
 
 PROGRAMS = [page for page in TEXTS if blocks(page, "python")]
-# Pages whose programs run with every test; the others have a target of their own.
-FIRST = {DOCS / "develop" / "adding-a-method.md", DOCS / "develop" / "adding-a-kernel.md"}

@@ -84,7 +84,7 @@ def test_the_smallest_sum_of_losses_is_chosen_unless_chance_explains_it(kvzap, e
 
 
 def test_choices_rest_on_losses_of_continuing_and_repeating():
-    model = byte_model()
+    model = byte_model(layers=1)
     ids = model.tokenizer.encode(ckv.demo_text())
     measured = observation.calibrate(model, [ids[:440]], ratio=0.25)
     calls = []

@@ -15,8 +15,8 @@ from clusterkv_jax.cache.layers import occupancy
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.generation.gated_stream import kept, open_stream, read_on
 from clusterkv_jax.text.pieces import next_tokens, text_pieces
+from tests.caches.test_gated_reading import GATE, HALF, SMALL, alike, gated, kinds, short_of_positions
 from tests.support.tiny import prompt, taught
-from tests.test_gated_reading import GATE, HALF, SMALL, alike, gated, kinds, short_of_positions
 from tests.test_read import TEXT, model  # noqa: F401
 
 FEW = ckv.Budget(tokens=16)

@@ -62,7 +62,7 @@ class Terminal:
 
 def test_a_conversation_in_a_terminal(tmp_path):
     """Questions, commands, an answer that is stopped, and the end of the input."""
-    (tmp_path / "text.txt").write_text(demo_text()[6000:11000])
+    (tmp_path / "text.txt").write_text(demo_text()[7400:9400])
     terminal = Terminal(
         *("chat", "--model", "demo", "--file", str(tmp_path / "text.txt")),
         *("--method", "snapkv", "--cache-ratio", "0.5", "--max-new-tokens", "1500"),

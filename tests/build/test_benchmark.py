@@ -14,11 +14,8 @@ from clusterkv_jax.benchmark import run as runs
 from clusterkv_jax.benchmark.grid import OURS, Cell, GridRequest, cells, parse_tokens, turns
 from clusterkv_jax.benchmark.own_runner import clustering_seconds
 from clusterkv_jax.benchmark.worker import answer, opened
-from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.benchmark import the_question
-from clusterkv_jax.models import llama
-from tests.support.byte_model import BYTES, byte_tokenizer
-from tests.support.tiny import random_params
+from tests.support.byte_model import byte_folder
 
 ENTRIES = (("full", None), ("centroidkv", 0.25), ("snapkv", 64))
 ASKED = GridRequest("demo", ENTRIES, (512, 256), (1, 2), (), 2, 8, None)
@@ -29,13 +26,7 @@ FULL, CENTROID, SNAP = (Cell(OURS, *entry, 256, 1) for entry in ENTRIES)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A random model whose tokens are bytes."""
-    folder = tmp_path_factory.mktemp("tiny")
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    config = llama.from_hf(BYTES)
-    loading.save_huggingface(
-        folder, random_params(config), config, tokenizer_json=folder / "tokenizer.json", dtype="float32"
-    )
-    return folder
+    return byte_folder(tmp_path_factory.mktemp("tiny"))
 
 
 def abacus(timings, most=10**6, hello=HELLO):

@@ -1,6 +1,7 @@
 """A layer's blocks: the same by the backends that a GPU has for few tokens, which take what they can and no more."""
 
 import contextlib
+import functools
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from tests.support.gpu_blocks import counted, take_gpu
 from tests.support.tiny import tiny
 
 
+@functools.cache
 def one_layer(family: str):
     """The second, since a first layer may have no experts."""
     config = registry.from_hf(FAMILIES[family])
@@ -29,8 +31,17 @@ def one_layer(family: str):
 
 def through(layer, config, hidden, positions):
     """Queries, keys and values, and the rest of the layer as if the queries were what it attended to."""
-    q, k, v, _ = decoder.attention_in(layer, config, hidden, positions)
-    return q, k, v, decoder.attention_out_and_mlp(layer, config, hidden, q)
+
+    def run(layer, hidden, positions):
+        q, k, v, _ = decoder.attention_in(layer, config, hidden, positions)
+        return q, k, v, decoder.attention_out_and_mlp(layer, config, hidden, q)
+
+    return jax.jit(run)(layer, hidden, positions)
+
+
+def scored(layer, config, *case):
+    """Queries, keys, values and scores."""
+    return jax.jit(lambda layer, case: decoder.attention_in(layer, config, *case))(layer, case)
 
 
 def assert_close(mine, own):
@@ -71,11 +82,11 @@ def test_a_token_has_its_heads_and_scores_in_one_launch(family, monkeypatch):
     inner = {"inner_weights": jnp.eye(config.hidden_size), "inner_bias": jnp.zeros(config.hidden_size)}
     two = jnp.tile(hidden, (2, 1, 1)), jnp.tile(positions, (2, 1))
     cases = [(hidden, positions, linear), (hidden, positions, inner | linear), (*two, linear)]
-    expected = [decoder.attention_in(layer, config, *case) for case in cases]
+    expected = [scored(layer, config, *case) for case in cases]
     take_gpu(monkeypatch, whole=True)
     calls = counted(monkeypatch, (attention_in, "head_products"))
     for case, own in zip(cases, expected, strict=True):
-        assert_close(decoder.attention_in(layer, config, *case), own)
+        assert_close(scored(layer, config, *case), own)
     assert [(args[4] is not None, args[5] is not None) for args in calls] == [
         (True, True),
         (True, False),
@@ -129,7 +140,7 @@ def test_tokens_are_the_same_through_kernels(family, tokens, mesh, monkeypatch):
     def token():
         size = 1 if mesh is None else 2 if mesh == "model=2" else 4
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(named_mesh(mesh, jax.devices()[:size])):
-            return jax.jit(lambda hidden: through(layer, config, hidden, positions))(hidden)
+            return through(layer, config, hidden, positions)
 
     expected = token()
     take_gpu(monkeypatch, whole=True)
@@ -164,7 +175,10 @@ def test_a_token_is_the_same_with_the_logits_of_a_router_from_its_norm(family, r
     layer, config = one_layer(family)
     hidden = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
     attended = jax.random.normal(jax.random.key(2), (1, 1, config.num_heads, config.head_dim))
-    token = partial(decoder.attention_out_and_mlp, layer, config, hidden, attended)
+
+    def token():
+        return jax.jit(lambda *args: decoder.attention_out_and_mlp(args[0], config, *args[1:]))(layer, hidden, attended)
+
     expected = token()
     take_gpu(monkeypatch, whole=False)
     calls = counted(monkeypatch, (norm, "normed_rows"), (moe, "normed_rows"))
@@ -172,10 +186,10 @@ def test_a_token_is_the_same_with_the_logits_of_a_router_from_its_norm(family, r
     assert [args[2] is not None for args in calls] == [bool(routed)]
 
 
-def served(run) -> bool:
+def served(run, *args) -> bool:
     """Whether a backend takes what it is given, whose results nobody reads."""
     try:
-        jax.eval_shape(run)
+        jax.eval_shape(run, *args)
     except LeftToXLA:
         return False
     return True
@@ -196,16 +210,17 @@ def test_heads_that_a_kernel_cannot_turn_are_left_to_xla():
 
 
 def test_experts_that_a_kernel_cannot_take_are_left_to_xla():
-    taken = {}
-    for name in ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "glm4_moe"):
-        layer, config = one_layer(name)
-        layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer)
 
-        def run(tokens, layer=layer, config=config):
-            return moe._few_tokens(
-                layer, config, config.experts, jnp.zeros((1, tokens, config.hidden_size), jnp.bfloat16)
-            )
+    def taken_in(name, tokens):
+        config = registry.from_hf(FAMILIES[name])
+        layer = jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16), abstract(replace(config, num_layers=2))
+        )["layers"][1]
+        config = config.of_layer(1)
+        hidden = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16)
+        return served(lambda layer, x: moe._few_tokens(layer, config, config.experts, x), layer, hidden)
 
-        taken[name] = [served(partial(run, tokens)) for tokens in (1, 16, 17)]
+    families = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "glm4_moe")
+    taken = {name: [taken_in(name, tokens) for tokens in (1, 16, 17)] for name in families}
     served_few = {name: [True, True, False] for name in ("qwen3_moe", "mixtral", "qwen2_moe")}
     assert taken == served_few | {"gpt_oss": [False] * 3, "glm4_moe": [False] * 3}

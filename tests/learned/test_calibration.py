@@ -16,7 +16,7 @@ from clusterkv_jax.checkpoints.loading import calibrated
 from clusterkv_jax.presets import described, preset
 from tests.support.tiny import prompt, tiny
 
-TEXT = Path(__file__).parent.parent / "configs" / "demo" / "mast_head.txt"
+TEXT = Path(__file__).parents[2] / "configs" / "demo" / "mast_head.txt"
 HALF = ckv.Budget(ratio=0.5)
 
 
@@ -139,9 +139,10 @@ def test_heads_that_cluster_badly_get_more_rows():
     assert shares == preset("centroidkv-demo", HALF).budget.shares
 
 
-def test_the_command_answers_with_it(file):
+def test_the_command_answers_with_it(file, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT.read_text()[:3000])
     result = run(
-        *("generate", "--prompt-file", TEXT, "--max-new-tokens", 1, "--json"),
+        *("generate", "--prompt-file", tmp_path / "text.txt", "--max-new-tokens", 1, "--json"),
         *("--method", "chelsea-llama3", "--cache-ratio", 0.25, "--calibration", file),
     )
     assert result.exit_code == 0, result.output
