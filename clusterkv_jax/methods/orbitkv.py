@@ -44,8 +44,8 @@ from clusterkv_jax.soft_matching import Edges
 CHUNK, MERGE_RATIO, EDGES = 256, 0.3, Edges(1.0, 0.05)
 # The score of a single row that has none.
 LEAST = float(np.finfo(np.float32).min)
-# One of so many rows of a budget may be a recent one: twice as many as in KVzap, since the others lose less.
-RECENT_PART = 4
+# One of so many rows of a budget may be a recent one: more than in KVzap, since the others are not lost.
+RECENT_PART = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class OrbitKV(Merging):
 
     Scores are those of the model's surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured
     with it. The same happens again every `interval` generated tokens; a centroid then is one of the others: its score
-    is -inf, since a row's degree may be fitted (`Matched`). Where a quarter of a head's budget is more than `recent`,
+    is -inf, since a row's degree may be fitted (`Matched`). Where half of a head's budget is more than `recent`,
     so many rows stay at the end, but at most `max_recent`.
 
     Attributes:
@@ -64,7 +64,7 @@ class OrbitKV(Merging):
         recent: last rows, never merged.
         merged: part of the free rows that are centroids, in heads with at least the mean share.
         interval: generated tokens between two compressions.
-        max_recent: most last rows that stay where a quarter of a head's budget is more than `recent`.
+        max_recent: most last rows that stay where half of a head's budget is more than `recent`.
         degree_power: a centroid of n rows counts as n to this power: 1 is the log degree of the papers, 0 one row.
     """
 
