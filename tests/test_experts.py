@@ -22,9 +22,11 @@ from clusterkv_jax.checkpoints.loading import CheckpointError, host_copy, load
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.config import Experts, ModelConfig, Rope
 from clusterkv_jax.models.decoder import forward
+from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime import dispatch
 from clusterkv_jax.storage.digests import whole
 from tests.support.checkpoint_files import FAMILIES, QWEN3_MOE, random_tensors, same, write
+from tests.support.coded import in_int8
 from tests.support.tiny import VOCAB, prompt, random_params
 
 EXPERTS = Experts(8, 3, 24, dense_layers=(0,))
@@ -144,6 +146,16 @@ def test_every_backend_is_the_definition(backend, tokens):
     x = hidden(2, tokens)
     want = reference_mixture(layer_weights(), EXPERTS, np.asarray(x, np.float64))
     assert relative(mixed(layer_weights(), EXPERTS, x), want) < 2e-6
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rows_read_the_codes_of_their_experts(tokens, monkeypatch):
+    """Few rows on a GPU; the same as in blocks."""
+    weights = in_int8(layer_weights(), abstract(CONFIG)["layers"][1]["experts"])
+    x = hidden(1, tokens)
+    expected = mixed(weights, EXPERTS, x)
+    monkeypatch.setitem(blocks.BACKENDS, "xla", blocks._codes)
+    np.testing.assert_allclose(mixed(weights, EXPERTS, x), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_experts_that_nobody_chose_and_one_that_all_did(backend):

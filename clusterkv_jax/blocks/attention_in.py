@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from clusterkv_jax.blocks.config import ModelConfig, QueryScaling
 from clusterkv_jax.blocks.gpu import TOKENS, check_few, check_numbers, is_one_after_rms, rows_of
 from clusterkv_jax.blocks.linear import linear, linears
-from clusterkv_jax.blocks.norm import pre_norm
+from clusterkv_jax.blocks.norm import pre_norm, split_pre_norm
 from clusterkv_jax.blocks.qk_norm_rope import qk_norm_rope, turns_halves
 from clusterkv_jax.blocks.rope import cosines_and_sines
 from clusterkv_jax.blocks.surrogate import Surrogate, keys_and_scores, token_scores
@@ -57,10 +57,15 @@ def _lengths(scaling: QueryScaling, positions: Int[Array, "B T"]) -> Float[Array
 def _reference(
     layer: LayerWeights, config: ModelConfig, hidden: Array, positions: Array, surrogate: Surrogate | None
 ) -> Projected:
-    weights, x = layer["attention"], pre_norm(layer, "attention", config, hidden)
-    q, k, v = linears(x, [weights[name] for name in "qkv"], (2,), [weights.get(f"{name}_bias") for name in "qkv"])
+    weights = layer["attention"]
+    own, biases = [weights[name] for name in "qkv"], [weights.get(f"{name}_bias") for name in "qkv"]
+    x, times = split_pre_norm(layer, "attention", config, hidden, *own)
+    q, k, v = linears(x, own, (2,), biases, times)
     q, k = qk_norm_rope(weights, config, q, k, positions)
-    return q, k, v, None if surrogate is None else token_scores(surrogate, x)
+    if surrogate is None:
+        return q, k, v, None
+    x = x if times is None else pre_norm(layer, "attention", config, hidden)
+    return q, k, v, token_scores(surrogate, x)
 
 
 def _on_gpu(

@@ -4,7 +4,7 @@ A row is a token on its way through one expert. Each backend multiplies rows wit
 stay where they are:
 
     tpu    ragged: rows sorted by expert, for an instruction that elsewhere multiplies every row with every expert
-    gpu    gathered: few rows, each with the weights of its expert, which are read as a part of the product
+    gpu    gathered: few rows, each with the weights or codes of its expert, which are read as a part of the product
     xla    in blocks of rows of one expert; weights in codes too
 """
 
@@ -21,6 +21,7 @@ from clusterkv_jax.blocks.config import ClampedSwiglu, Experts
 from clusterkv_jax.blocks.gpu import check_numbers
 from clusterkv_jax.blocks.linear import linear, ragged_linear
 from clusterkv_jax.blocks.quantised_linear import partitions
+from clusterkv_jax.kernels.quantised_linear import quantised_experts
 from clusterkv_jax.kernels.weight_codes import is_coded
 from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
 from clusterkv_jax.runtime.sharding import ambient_mesh, partition
@@ -50,9 +51,15 @@ def mixture(
     experts: Experts,
     activation: Callable[[Array], Array],
     x: Float[Array, "B T M"],
+    *,
+    logits: Float[Array, "B T E"] | None = None,
 ) -> Float[Array, "B T M"]:
-    """The outputs of each token's experts, added up by the router's shares."""
-    chosen, shares = route(weights["router"], experts, x, weights.get("router_bias"), weights.get("choice_bias"))
+    """The outputs of each token's experts, added up by the router's shares.
+
+    `logits` are the products of x with the router, where they are there already.
+    """
+    biases = weights.get("router_bias"), weights.get("choice_bias")
+    chosen, shares = route(weights["router"], experts, x, *biases, logits=logits)
     if experts.scales_inputs:
         x, shares = x * shares.astype(x.dtype), jnp.ones_like(shares)
     run = partial(_of_tokens, partial(_gated, experts.clamp, activation))
@@ -92,16 +99,23 @@ def route(
     x: Float[Array, "B T M"],
     bias: Float[Array, " E"] | None = None,
     choice_bias: Float[Array, " E"] | None = None,
+    *,
+    logits: Float[Array, "B T E"] | None = None,
 ) -> tuple[Int[Array, "B T per_token"], Float[Array, "B T per_token"]]:
     """Each token's experts, the best first, and their shares: float32 probabilities among all E experts, or scores."""
+    if logits is None:
+        logits = linear(x, router, (1,), dtype=jnp.float32 if experts.sigmoid else None)
+    logits = (logits if bias is None else logits + bias[None, None]).astype(jnp.float32)
     if experts.sigmoid:
-        scores = jax.nn.sigmoid(linear(x, router, (1,), bias, dtype=jnp.float32))
+        scores = jax.nn.sigmoid(logits)
         _, chosen = jax.lax.top_k(
             scores if choice_bias is None else scores + choice_bias[None, None].astype(scores.dtype), experts.per_token
         )
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
+    elif experts.normalize:  # among those that are chosen, so that all others need no exponentials
+        best, chosen = jax.lax.top_k(logits, experts.per_token)
+        return chosen, experts.scale * jax.nn.softmax(best, axis=-1)
     else:
-        logits = linear(x, router, (1,), bias).astype(jnp.float32)
         shares, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts.per_token)
     if experts.normalize:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
@@ -171,7 +185,19 @@ def _gather(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weig
 def _gather_few(gated: Gated, x: Array, owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
     if owners.size > (experts := weights["gate"].shape[0]):
         raise LeftToXLA(f"The weights of {experts} experts are read once for each of {owners.size} rows.")
-    return _gather(gated, x, owners, weights)
+    return (_codes if is_coded(weights["gate"]) else _gather)(gated, x, owners, weights)
+
+
+def _codes(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:
+    """Rows of one expert behind each other, so that its codes come from memory once."""
+    order, places, _ = _sort(owners, weights["gate"].shape[0])
+    rows, experts = (x, owners) if len(x) == 1 else (x[order // (owners.size // len(x))], owners[order])
+    inner = quantised_experts(rows, experts, weights["gate"], weights["up"])
+    gate, up = (
+        _with_bias(y.astype(x.dtype), weights, name, experts) for y, name in zip(inner, ("gate", "up"), strict=True)
+    )
+    (out,) = quantised_experts(gated(gate, up), experts, weights["down"])
+    return out if len(x) == 1 else out[places]
 
 
 def _blocks(gated: Gated, x: Float[Array, "T M"], owners: Int[Array, " R"], weights: Weights) -> Float[Array, "R M"]:

@@ -32,7 +32,7 @@ def linear(
     never whole in numbers; they know which of their dimensions are inputs.
     """
     if isinstance(weights, QuantisedWeights):
-        y = linear_of_codes(x, weights)[0].astype(dtype or x.dtype)
+        (y,) = linear_of_codes(x, weights, dtype=dtype or x.dtype)
     else:
         inputs = tuple(range(x.ndim - len(axes), x.ndim))
         precision = matmul_precision(x.dtype)
@@ -46,14 +46,23 @@ def linears(
     weights: Sequence[Float[Array, "..."] | QuantisedWeights],
     axes: tuple[int, ...] = (0,),
     biases: Sequence[Float[Array, "..."] | None] = (),
+    times: Float[Array, "*tokens 1"] | None = None,
 ) -> list[Float[Array, "..."]]:
-    """`linear` of x with each of these weights and its bias, if there are biases; with those in codes at once."""
+    """`linear` of x with each of these weights and its bias, if there are biases; with those in codes at once.
+
+    `times`, float32, is what a token's products are multiplied with.
+    """
     biases = biases or [None] * len(weights)
     coded = [own for own in weights if isinstance(own, QuantisedWeights)]
     if len(coded) == len(weights):
-        products = [y.astype(x.dtype) for y in linear_of_codes(x, *coded)]
-        return [_with_bias(y, bias) for y, bias in zip(products, biases, strict=True)]
-    return [linear(x, own, axes, bias) for own, bias in zip(weights, biases, strict=True)]
+        products = linear_of_codes(x, *coded, dtype=x.dtype if times is None else times.dtype)
+    else:
+        products = [linear(x, own, axes) for own in weights]
+    return [_with_bias(_times(y, times).astype(x.dtype), bias) for y, bias in zip(products, biases, strict=True)]
+
+
+def _times(y: Float[Array, "..."], times: Float[Array, "*tokens 1"] | None) -> Float[Array, "..."]:
+    return y if times is None else y * jnp.expand_dims(times, tuple(range(times.ndim, y.ndim)))
 
 
 def _with_bias(y: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:

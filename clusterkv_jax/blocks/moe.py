@@ -16,6 +16,7 @@ from clusterkv_jax.blocks.residual import row_parallel
 from clusterkv_jax.kernels.expert_products import expert_products
 from clusterkv_jax.kernels.normed_rows import normed_rows
 from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
+from clusterkv_jax.runtime.sharding import on_one_device
 
 DTYPE = jnp.bfloat16  # that the kernel takes
 
@@ -38,8 +39,25 @@ def _shared(weights: dict[str, Any], config: ModelConfig, x: Float[Array, "B T M
 
 
 def _reference(layer: dict[str, Any], config: ModelConfig, experts: Experts, hidden: Array) -> Array:
-    x = pre_norm(layer, "mlp", config, hidden)
-    return mixture(layer["experts"], experts, ACTIVATIONS[config.activation], x)
+    x, logits = dispatch("router", {"gpu": _one_routed, "xla": _unrouted}, None, layer, config, hidden)
+    return mixture(layer["experts"], experts, ACTIVATIONS[config.activation], x, logits=logits)
+
+
+def _unrouted(layer: dict[str, Any], config: ModelConfig, hidden: Array) -> tuple[Array, None]:
+    return pre_norm(layer, "mlp", config, hidden), None
+
+
+def _one_routed(layer: dict[str, Any], config: ModelConfig, hidden: Array) -> tuple[Array, Array]:
+    """On a GPU: a launch for the norm of one token and the router's logits, float32."""
+    router = layer["experts"]["router"]
+    if not is_one_after_rms(config, hidden) or not on_one_device() or config.parallel_blocks:
+        raise LeftToXLA(f"The logits of one token behind an RMS norm of its own have a kernel, got {hidden.shape}.")
+    if router.dtype != hidden.dtype:
+        raise LeftToXLA(f"Logits of weights as wide as states have a kernel, got {router.dtype}.")
+    norm: Any = {"eps": config.norm_eps, "offset": config.norm_offset}
+    x, logits = normed_rows(rows_of(hidden), layer["mlp_norm"]["scale"], router, **norm)
+    assert logits is not None
+    return x.reshape(hidden.shape), logits.reshape(*hidden.shape[:2], -1)
 
 
 def _few_tokens(layer: dict[str, Any], config: ModelConfig, experts: Experts, hidden: Array) -> Array:
@@ -53,12 +71,10 @@ def _few_tokens(layer: dict[str, Any], config: ModelConfig, experts: Experts, hi
     if not few_on_one_device(hidden) or not hidden.dtype == weights["up"].dtype == DTYPE:
         raise LeftToXLA(f"Experts of few tokens in bfloat16 have a kernel, got {hidden.shape} of {hidden.dtype}.")
     if is_one_after_rms(config, hidden):
-        norm: Any = {"eps": config.norm_eps, "offset": config.norm_offset}
-        x, logits = normed_rows(rows_of(hidden), layer["mlp_norm"]["scale"], weights["router"], **norm)
+        x, logits = map(rows_of, _one_routed(layer, config, hidden))
     else:
         x = rows_of(pre_norm(layer, "mlp", config, hidden))
         logits = linear(x, weights["router"], (1,), dtype=jnp.float32)
-    assert logits is not None
     products = weights["gate"], weights["up"], weights["down"]
     route = {"per_token": experts.per_token, "normalize": experts.normalize}
     return expert_products(x, logits, *products, **route).reshape(hidden.shape)

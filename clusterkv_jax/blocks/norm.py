@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from clusterkv_jax.blocks.config import ModelConfig
-from clusterkv_jax.blocks.gpu import is_one_after_rms
+from clusterkv_jax.blocks.gpu import few_on_one_device, is_one_after_rms
 from clusterkv_jax.kernels.normed_rows import normed_rows
+from clusterkv_jax.kernels.weight_codes import is_coded
 from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
 from clusterkv_jax.runtime.sharding import ambient_mesh, on_one_device
 
@@ -23,8 +24,19 @@ def pre_norm(
     """What enters a layer's block, "attention" or "mlp": hidden states after their norm, where it stands before."""
     if config.norm_place == "after":
         return hidden
-    weights = layer["attention_norm" if config.parallel_blocks else f"{block}_norm"]
-    return dispatch("pre_norm", {"gpu": _one_token, "xla": norm}, None, weights, config, hidden)
+    backends = {"gpu": _one_token, "xla": norm}
+    return dispatch("pre_norm", backends, None, _pre_norm_weights(layer, block, config), config, hidden)
+
+
+def split_pre_norm(
+    layer: dict[str, Any], block: str, config: ModelConfig, hidden: Float[Array, "B T M"], *weights: Any
+) -> tuple[Float[Array, "B T M"], Float[Array, "B T 1"] | None]:
+    """`pre_norm` for products with these weights alone: what is multiplied, and what products are multiplied with.
+
+    None is nothing.
+    """
+    backends = {"gpu": _beside_products, "xla": _before_products}
+    return dispatch("split_pre_norm", backends, None, layer, block, config, hidden, weights)
 
 
 def post_norm(layer: dict[str, Any], block: str, config: ModelConfig, out: Array) -> Array:
@@ -59,6 +71,33 @@ def _layer_norm(weights: Weights, eps: float, x: Array) -> Array:
 def _broadcast_scale(scale: Array, x: Array) -> Array:
     """A scale along the last dimensions of x, in float32."""
     return scale.astype(jnp.float32).reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+
+
+def _pre_norm_weights(layer: dict[str, Any], block: str, config: ModelConfig) -> Weights:
+    return layer["attention_norm" if config.parallel_blocks else f"{block}_norm"]
+
+
+def _before_products(
+    layer: dict[str, Any], block: str, config: ModelConfig, hidden: Array, weights: Any
+) -> tuple[Array, None]:
+    return pre_norm(layer, block, config, hidden), None
+
+
+def _beside_products(
+    layer: dict[str, Any], block: str, config: ModelConfig, hidden: Array, weights: Any
+) -> tuple[Array, Array]:
+    """On a GPU: few tokens are summed up while their products with weights in codes are made.
+
+    Those are float32, and a launch behind them reads them anyway.
+    """
+    in_front = config.norm == "rms" and config.norm_place != "after"
+    if not in_front or not all(map(is_coded, weights)) or not few_on_one_device(hidden):
+        raise LeftToXLA(f"Only products of few tokens with weights in codes go before an RMS norm, got {hidden.shape}.")
+    wide, scale = hidden.astype(jnp.float32), _pre_norm_weights(layer, block, config)["scale"]
+    # As they lie in memory: in one launch with what is multiplied, the sum would be ahead of the products.
+    summed = jax.lax.optimization_barrier(hidden).astype(jnp.float32)
+    lengths = jax.lax.rsqrt(jnp.mean(summed**2, axis=-1, keepdims=True) + config.norm_eps)
+    return (wide * (config.norm_offset + _broadcast_scale(scale, wide))).astype(hidden.dtype), lengths
 
 
 def _one_token(weights: Weights, config: ModelConfig, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -23,19 +24,23 @@ def partitions(weights: QuantisedWeights, mesh: Any) -> QuantisedWeights:
     return _placed(weights, *_shared(weights, mesh))
 
 
-def linear_of_codes(x: Float[Array, "*inputs"], *weights: QuantisedWeights) -> list[Float[Array, "*outputs"]]:
-    """x [*tokens, *inputs] times each of these weights of one matrix: [*tokens, *outputs], float32."""
+def linear_of_codes(
+    x: Float[Array, "*inputs"], *weights: QuantisedWeights, dtype: Any
+) -> list[Float[Array, "*outputs"]]:
+    """x [*tokens, *inputs] times each of these weights of one matrix: [*tokens, *outputs], in this type."""
     tokens, mesh = x.shape[: x.ndim - len(weights[0].axes)], ambient_mesh()
     rows = x.reshape(*tokens, -1)
     if mesh is None or mesh.size == 1 or mesh.manual_axes:  # within a shard_map, codes are a device's own
-        found = _products(rows, *weights)
+        found = _products(rows, *weights, dtype=dtype)
     else:
-        found = [_on_mesh(rows, own, mesh) for own in weights]
+        found = [_on_mesh(rows, own, mesh, dtype) for own in weights]
     shapes = [[own.shape[i] for i in own.outputs] for own in weights]
     return [y.reshape(*tokens, *outputs) for y, outputs in zip(found, shapes, strict=True)]
 
 
-def _on_mesh(rows: Float[Array, "*tokens inputs"], weights: QuantisedWeights, mesh: Any) -> Float[Array, "*outputs"]:
+def _on_mesh(
+    rows: Float[Array, "*tokens inputs"], weights: QuantisedWeights, mesh: Any, dtype: Any
+) -> Float[Array, "*outputs"]:
     tokens = rows.shape[:-1]
     names = ("batch", "tokens")[: len(tokens)] + (None,) * (len(tokens) - 2)
     spread = partition(names, tokens, mesh)
@@ -43,8 +48,8 @@ def _on_mesh(rows: Float[Array, "*tokens inputs"], weights: QuantisedWeights, me
     inner, outer = (tuple(axis for axis in axes if axis not in taken) for axes in _shared(weights, mesh))
 
     def local(rows: Array, weights: QuantisedWeights) -> Array:
-        (y,) = _products(rows, weights)
-        return jax.lax.psum(y, inner) if inner else y
+        (y,) = _products(rows, weights, dtype=jnp.float32 if inner else dtype)
+        return jax.lax.psum(y, inner).astype(dtype) if inner else y
 
     specs = PartitionSpec(*spread, inner or None), _placed(weights, inner, outer)
     result = PartitionSpec(*spread, outer or None)
@@ -52,9 +57,9 @@ def _on_mesh(rows: Float[Array, "*tokens inputs"], weights: QuantisedWeights, me
 
 
 def _products(
-    rows: Float[Array, "*tokens inputs"], *weights: QuantisedWeights
+    rows: Float[Array, "*tokens inputs"], *weights: QuantisedWeights, dtype: Any
 ) -> list[Float[Array, "*tokens outputs"]]:
-    flat = quantised_linear(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), *weights)
+    flat = quantised_linear(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]), *weights, dtype=dtype)
     return [y.reshape(*rows.shape[:-1], y.shape[-1]) for y in flat]
 
 

@@ -4,9 +4,11 @@ A tile of the outputs after the other is made numbers and multiplied. On a CPU a
 that is faster than reading the same weights as numbers. What XLA would make of the whole product lies in memory.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.kernels.weight_codes import PACKED, QuantisedWeights, code_numbers, scale_numbers
 from clusterkv_jax.runtime.dispatch import matmul_precision, platform
@@ -17,9 +19,24 @@ _FEW, _OF_FEW, _OF_MANY, _ON_ACCELERATORS = 16, 2**16, 2**20, 2**25
 _LANES = 128  # outputs at least
 
 
-def quantised_linear(x: Float[Array, "n inputs"], *weights: QuantisedWeights) -> list[Float[Array, "n outputs"]]:
+def quantised_linear(
+    x: Float[Array, "n inputs"], *weights: QuantisedWeights, dtype: Any = jnp.float32
+) -> list[Float[Array, "n outputs"]]:
     """See `clusterkv_jax.kernels.quantised_linear.quantised_linear`."""
-    return [_of_one(x, own) for own in weights]
+    return [_of_one(x, own).astype(dtype) for own in weights]
+
+
+def quantised_experts(
+    x: Float[Array, "n inputs"], owners: Int[Array, " R"], *weights: QuantisedWeights
+) -> list[Float[Array, "R outputs"]]:
+    """See `clusterkv_jax.kernels.quantised_linear.quantised_experts`."""
+    each = len(owners) // len(x)
+
+    def row(number: Array) -> list[Array]:
+        own = jax.lax.dynamic_slice_in_dim(x, number // each, 1)
+        return [y[0] for y in quantised_linear(own, *(weight[owners[number]] for weight in weights))]
+
+    return jax.lax.map(row, jnp.arange(len(owners)))
 
 
 def _of_one(x: Float[Array, "n inputs"], weights: QuantisedWeights) -> Float[Array, "n outputs"]:

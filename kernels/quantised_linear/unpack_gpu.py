@@ -44,20 +44,20 @@ def words(weights: QuantisedWeights) -> Array:
 
 
 def pair_words(scales: Array | None) -> Array | None:
-    """Scales [groups, outputs] of 16 or 8 bits by words of two outputs, and those of 32 by outputs, without a copy."""
+    """Scales [..., outputs] of 16 or 8 bits by words of two outputs, and those of 32 by outputs, without a copy."""
     if scales is None:
         return None
     bits = {4: jnp.int32, 2: jnp.int32, 1: jnp.int16}[scales.dtype.itemsize]
-    pairs = scales if scales.dtype.itemsize == 4 else scales.reshape(scales.shape[0], -1, 2)
+    pairs = scales if scales.dtype.itemsize == 4 else scales.reshape(*scales.shape[:-1], -1, 2)
     return jax.lax.bitcast_convert_type(pairs, bits)
 
 
-def pair(stored: Any, group: Any, word: Array, wide: bool) -> list[Array] | None:
-    """The scales that `pair_words` has of these words of a group, in words of 32 bits; None of none."""
+def pair(stored: Any, group: tuple[Any, ...], word: Array, dtype: Any) -> list[Array] | None:
+    """The scales of this type that `pair_words` has of these words of a group, in words of 32 bits; None of none."""
     if stored is None:
         return None
-    at = [2 * word, 2 * word + 1] if wide else [word]
-    return [plgpu.load(stored.at[group, each]).astype(jnp.int32) for each in at]
+    at = [2 * word, 2 * word + 1] if dtype.itemsize == 4 else [word]
+    return [plgpu.load(stored.at[(*group, each)]).astype(jnp.int32) for each in at]
 
 
 def numbers_of_pair(pair: list[Array] | None, dtype: Any) -> list[Any]:
@@ -72,20 +72,17 @@ def numbers_of_pair(pair: list[Array] | None, dtype: Any) -> list[Any]:
     return [jax.lax.bitcast_convert_type(part, dtype).astype(jnp.float32) for part in parts]
 
 
-def passed_on(ahead: Any) -> Any:
-    """What a step leaves to the next: by an instruction, without which Triton sees a value of two steps ago, and
-    reads no tile ahead.
-    """
-    return ahead if platform() == "cpu" else jax.tree.map(_moved, ahead)
-
-
-def _moved(values: Array) -> Array:
+def multiply_add(a: Array, b: Array, c: Array) -> Array:
+    """a b + c in float32 by an instruction, which Triton would not make of the two."""
+    if platform() == "cpu":
+        return a * b + c
+    shape = jnp.broadcast_shapes(a.shape, b.shape, c.shape)
     return plgpu.elementwise_inline_asm(
-        "mov.b32 $0, $1;",
-        args=[values],
-        constraints="=r,r",
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[jnp.broadcast_to(x, shape) for x in (a, b, c)],
+        constraints="=f,f,f,f",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(values.shape, values.dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
     )[0]
 
 

@@ -388,12 +388,23 @@ def experts(array):
         weights = {name: array(shape, BF16) for name, shape in shapes.items()}
         return lambda w, x: mixture(w, experts, jax.nn.silu, x), (weights, array((*tokens, inputs), BF16)), ()
 
+    def coded(inputs, outputs):
+        codes, scales = array((128, inputs // 2, outputs), jnp.uint8), array((128, inputs // 128, outputs), jnp.float16)
+        names = ("experts", "model", "mlp")
+        return QuantisedWeights(codes, scales, scales, "int4", (128, inputs, outputs), (1,), names)
+
+    def of_codes(weights, x):
+        return mixture(weights, Experts(128, 8, 768), jax.nn.silu, x)
+
+    in_codes = {"router": array((128, 2048), BF16), "gate": coded(2048, 768), "up": coded(2048, 768)}
+    in_codes["down"] = coded(768, 2048)
     of_qwen = partial(through, Experts(128, 8, 768), 2048)
     of_gpt_oss = partial(through, Experts(32, 4, 2880, bias=True, clamp=ClampedSwiglu()), 2880)
     biases = {f"{name}_bias": (32, 2880) for name in ("gate", "up", "down")}
     return {
         "experts of a token": of_qwen((1, 1)),
         "experts of a batch": of_qwen((16, 1)),
+        "experts in codes": (of_codes, (in_codes, array((1, 1, 2048), BF16)), ()),
         "experts of a prompt": of_qwen((1, 4096)),
         "experts with biases": of_gpt_oss((8, 1), router_bias=(32,), **biases),
     }

@@ -64,7 +64,7 @@ def test_codes_are_read_and_written_where_they_lie(programs):
 
 def test_weights_in_codes_are_multiplied_as_they_lie(programs):
     """One kernel; beside it there are sums of splits of the inputs alone, where numbers would take megabytes."""
-    for kind, most in (("int8", 8 * 4096), ("int4", 4 * 14336), ("fp8", 8 * 16 * 4096), ("mxfp4", 2 * 16 * 2880)):
+    for kind, most in (("int8", 8 * 4096), ("int4", 4 * 14336), ("fp8", 8 * 16 * 4096), ("mxfp4", 15 * 16 * 2880)):
         program = programs[f"product of {kind}"]
         assert program["names"] == ["quantised_linear_kernel"], kind
         assert program["temporary"] <= 4 * most, kind
@@ -206,5 +206,8 @@ def test_experts_of_a_step_are_read_where_they_lie(programs):
     # gpt-oss's, of which a matrix has 17 MB.
     assert programs["experts with biases"]["temporary"] < 2880 * 2880 * 2
     assert programs["experts with biases"]["loops"] == 0
+    coded = programs["experts in codes"]
+    assert coded["names"] == ["quantised_linear_kernel"]
+    assert (coded["loops"], coded["temporary"] < 2**20) == (0, True)
     # A row for each of a token's experts, where a product of every row with every expert would need gigabytes.
     assert programs["experts of a prompt"]["temporary"] <= 2 * 4096 * 8 * 2048 * 2

@@ -17,6 +17,7 @@ from clusterkv_jax.models.parameters import abstract, init
 from clusterkv_jax.runtime.dispatch import LeftToXLA
 from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.checkpoint_files import FAMILIES
+from tests.support.coded import in_int8
 from tests.support.gpu_blocks import counted, take_gpu
 from tests.support.tiny import tiny
 
@@ -153,6 +154,22 @@ def test_tokens_are_the_same_through_kernels(family, tokens, mesh, monkeypatch):
     assert (len(heads), len(outputs), len(inner)) == (1, 2, config.gated_mlp)
     plain = family not in ("gemma2", "olmo2", "opt")
     assert all((args[2] is not None) == plain for args in outputs)  # the hidden states are added on the way
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "qwen3_moe"])
+def test_norms_of_few_tokens_go_beside_products_with_codes(family, tokens, monkeypatch):
+    """Heads with biases, norms with offsets and behind a block, experts."""
+    layer, config = one_layer(family)
+    layer = in_int8(layer, abstract(replace(config, num_layers=2))["layers"][1])
+    hidden = jax.random.normal(jax.random.key(1), (1, tokens, config.hidden_size))
+    positions = 900 + jnp.arange(tokens)[None]
+    expected = through(layer, config, hidden, positions)
+    take_gpu(monkeypatch, whole=True)
+    assert_close(through(layer, config, hidden, positions), expected)
+    q, numbers = layer["attention"]["q"], layer["attention_norm"]["scale"]
+    times = [norm.split_pre_norm(layer, "attention", config, hidden, own)[1] for own in (q, numbers)]
+    assert [time is None for time in times] == [False, True]
 
 
 @pytest.mark.parametrize("family", ["smollm3", "ministral3", "cohere2", "glm4_moe", "llama4_text"])
