@@ -12,7 +12,7 @@ from clusterkv_jax.blocks.rope import cosines_and_sines, turn
 from clusterkv_jax.kernels.turned_heads import turned_heads
 from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
 
-Heads = tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]
+QueriesAndKeys = tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]
 
 
 def qk_norm_rope(
@@ -21,13 +21,13 @@ def qk_norm_rope(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T K D"],
     positions: Int[Array, "B T"],
-) -> Heads:
+) -> QueriesAndKeys:
     """Queries and keys, by head or as a whole normalised where the model does, and turned where it does."""
     backends = {"gpu": _few_tokens, "xla": _reference}
     return dispatch("qk_norm_rope", backends, None, weights, config, q, k, positions)
 
 
-def _reference(weights: dict[str, Any], config: ModelConfig, q: Array, k: Array, positions: Array) -> Heads:
+def _reference(weights: dict[str, Any], config: ModelConfig, q: Array, k: Array, positions: Array) -> QueriesAndKeys:
     if config.qk_norm:
         ones = jnp.ones(config.head_dim)
         q, k = (rms_norm(weights.get(name, ones), config, x) for name, x in (("q_norm", q), ("k_norm", k)))
@@ -42,7 +42,7 @@ def turns_halves(config: ModelConfig) -> bool:
     return config.rope is not None and config.rope.dim == config.head_dim and not config.rope.interleaved
 
 
-def _few_tokens(weights: dict[str, Any], config: ModelConfig, q: Array, k: Array, positions: Array) -> Heads:
+def _few_tokens(weights: dict[str, Any], config: ModelConfig, q: Array, k: Array, positions: Array) -> QueriesAndKeys:
     """On a GPU: one launch, where XLA has two for the queries and two for the keys."""
     by_head = config.qk_norm and config.qk_norm_scales and not config.qk_norm_whole and config.norm == "rms"
     rope = config.rope

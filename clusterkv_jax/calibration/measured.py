@@ -33,7 +33,7 @@ CLUSTER_FLOOR = 0.1
 # Arrays of a layer's surrogate, in the order in which they are applied.
 SURROGATES = {"linear": ("weights", "bias"), "mlp": ("inner_weights", "inner_bias", "weights", "bias")}
 # What a file may hold: a part of a head's rows, the number of a layer or head, rows in units of a mean.
-Part = Annotated[float, Meta(ge=0, le=1)]
+RowPart = Annotated[float, Meta(ge=0, le=1)]
 Number = Annotated[int, Meta(ge=0, le=2**20)]
 RowCount = Annotated[float, Meta(gt=0, le=2**20)]
 Log = Annotated[float, Meta(ge=-(2**10), le=2**10)]
@@ -92,7 +92,7 @@ class Calibration:
     """
 
     model: str
-    outlier_share: tuple[tuple[Part, ...], ...]
+    outlier_share: tuple[tuple[RowPart, ...], ...]
     outlier_heads: tuple[tuple[Number, Number], ...]
     head_shares: tuple[tuple[RowCount, ...], ...]
     settings: Mapping[str, Any]

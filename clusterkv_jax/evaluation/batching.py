@@ -10,7 +10,7 @@ from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.generation.batch import QUESTION_STEP, bucket
 from clusterkv_jax.methods import Full, Method
 
-Key = tuple[str, str, str]  # method, budget, example
+AnswerKey = tuple[str, str, str]  # method, budget, example
 # A token that is written takes as long as some that are read: one step reads all parameters for one token.
 WRITTEN = 16
 
@@ -42,7 +42,7 @@ class EvaluationBatch:
     jobs: tuple[Job, ...]
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[AnswerKey]:
         """What distinguishes its answers."""
         return [(self.entry.name, self.entry.budget, job.case.id) for job in self.jobs]
 
@@ -56,7 +56,7 @@ class EvaluationBatch:
         """Whether continuations are scored; otherwise texts are written."""
         return bool(self.jobs[0].prompt.continuation)
 
-    def without(self, answered: Collection[Key]) -> "EvaluationBatch | None":
+    def without(self, answered: Collection[AnswerKey]) -> "EvaluationBatch | None":
         """What is left of it; continuations are scored together, so that a sum's last bits are those of all."""
         jobs = tuple(job for key, job in zip(self.keys, self.jobs, strict=True) if key not in answered)
         return None if not jobs else self if self.scores else replace(self, jobs=jobs)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from clusterkv_jax.evaluation import records
-from clusterkv_jax.evaluation.batching import Key
+from clusterkv_jax.evaluation.batching import AnswerKey
 from clusterkv_jax.evaluation.records import NLL, Record
 
 EVERY_TASK = "all"
@@ -105,9 +105,9 @@ def paired(first: ComparedRun, second: ComparedRun) -> tuple[list[Pair], tuple[i
     return [Pair(ours[key], theirs[key]) for key in shared], (len(ours) - len(shared), len(theirs) - len(shared))
 
 
-def answers(which: ComparedRun) -> dict[Key, Record]:
+def answers(which: ComparedRun) -> dict[AnswerKey, Record]:
     """The lines of a folder's results (.gz too), or of one row of it; a torn last line is left out."""
-    found: dict[Key, Record] = {}
+    found: dict[AnswerKey, Record] = {}
     for where, line in records.read_answers(records.results_file(which.folder)):
         key = line["method"], line["budget"], line["id"]
         if key in found:

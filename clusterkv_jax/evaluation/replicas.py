@@ -21,7 +21,7 @@ import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.checkpoints.loading import Model, load
-from clusterkv_jax.evaluation.batching import EvaluationBatch, Key, shares
+from clusterkv_jax.evaluation.batching import AnswerKey, EvaluationBatch, shares
 from clusterkv_jax.evaluation.responses import Answers, Response, responder
 from clusterkv_jax.runtime.sharding import fitted_mesh, mesh_sizes, named_mesh
 
@@ -180,7 +180,7 @@ def serve(team: ReplicaGroup, batches: Sequence[EvaluationBatch], post: Post) ->
                 post.tell(f"answers/{number}", msgspec.json.encode(given).decode())
 
 
-def _numbers(batches: Sequence[EvaluationBatch]) -> dict[Key, int]:
+def _numbers(batches: Sequence[EvaluationBatch]) -> dict[AnswerKey, int]:
     """The number of each answer among all."""
     return {key: number for number, key in enumerate(key for batch in batches for key in batch.keys)}
 

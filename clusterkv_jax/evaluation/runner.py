@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from clusterkv_jax.evaluation import records
-from clusterkv_jax.evaluation.batching import EvaluationBatch, Job, Key, MethodEntry, plan
+from clusterkv_jax.evaluation.batching import AnswerKey, EvaluationBatch, Job, MethodEntry, plan
 from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Record, ResultLine
 from clusterkv_jax.evaluation.responses import Answers, Response
 from clusterkv_jax.evaluation.scoring import CHEAP, score
@@ -148,7 +148,9 @@ def _text(lines: Iterable[Record]) -> str:
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
-def _found(file: Path, asked: Mapping[Key, _Asked], config: Mapping[str, Any], whole: Record) -> dict[Key, Record]:
+def _found(
+    file: Path, asked: Mapping[AnswerKey, _Asked], config: Mapping[str, Any], whole: Record
+) -> dict[AnswerKey, Record]:
     """The lines there are, by what they answer, of earlier runs of the folder too; a torn last one is cut off the file.
 
     Raises ValueError that names the first line which answers nothing that was ever asked, or otherwise than it says.
@@ -157,7 +159,7 @@ def _found(file: Path, asked: Mapping[Key, _Asked], config: Mapping[str, Any], w
         return {}
     records.cut_torn_line(file)
     jobs = {each.job.case.id: each.job for each in asked.values()}
-    lines: dict[Key, Record] = {}
+    lines: dict[AnswerKey, Record] = {}
     for where, line in records.read_answers(file):
         key = _key(line)
         if key in lines:
@@ -216,7 +218,7 @@ def join(folders: Sequence[Path]) -> tuple[Record, list[Record]]:
             of a method that its run does not name, or two that say different things about their example.
     """
     runs: list[Record] = []
-    lines: dict[Key, Record] = {}
+    lines: dict[AnswerKey, Record] = {}
     said: dict[str, Record] = {}
     for folder in folders:
         if not (folder / RUN).exists():
@@ -260,15 +262,15 @@ def _check_alike(folders: Sequence[Path], configs: Sequence[Record]) -> None:
                 )
 
 
-def _key(line: Record) -> Key:
+def _key(line: Record) -> AnswerKey:
     return line["method"], line["budget"], line["id"]
 
 
-def _named(key: Key) -> str:
+def _named(key: AnswerKey) -> str:
     return "{} with budget {} of example {}".format(*map(schema.shown, key))
 
 
-def _row(key: Key) -> str:
+def _row(key: AnswerKey) -> str:
     return f"{key[0]}@{key[1]}"
 
 

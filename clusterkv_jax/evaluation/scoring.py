@@ -18,7 +18,7 @@ from types import ModuleType
 from clusterkv_jax.evaluation.extras import library
 
 Metric = Callable[[str, Sequence[str], Sequence[str]], float]
-Pair = Callable[[str, str], float]
+PairScore = Callable[[str, str], float]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CHINESE_MARKS = (
@@ -132,7 +132,7 @@ def classification(output: str, answer: str, classes: Sequence[str]) -> float:
 # --- from a pair to a metric ---
 
 
-def _best(pair: Pair, prepare: Callable[[str], str] = str) -> Metric:
+def _best(pair: PairScore, prepare: Callable[[str], str] = str) -> Metric:
     """The best score over the right answers, never below 0."""
 
     def metric(output: str, answers: Sequence[str], classes: Sequence[str]) -> float:

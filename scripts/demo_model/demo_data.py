@@ -20,7 +20,7 @@ from jaxtyping import UInt8, UInt16
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from clusterkv_jax.evaluation.tasks import synthetic
-from clusterkv_jax.evaluation.tasks.haystack import Book, Count, book
+from clusterkv_jax.evaluation.tasks.haystack import Book, TokenCounter, book
 from clusterkv_jax.evaluation.tasks.synthetic import Example, Needles
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
@@ -93,7 +93,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**ids, "do_sample": False}, indent=2) + "\n")
 
 
-def counter(tokenizer: Tokenizer) -> Count:
+def counter(tokenizer: Tokenizer) -> TokenCounter:
     """Tokens of a text without special tokens; short texts (sentences come back often) are remembered."""
 
     def count(text: str) -> int:
@@ -156,7 +156,7 @@ def load_corpus(path: Path) -> Corpus:
 Row = tuple[UInt16[np.ndarray, " N"], UInt8[np.ndarray, " N"]]
 
 
-def make_row(corpus: Corpus, count: Count, length: int, seed: Sequence[int]) -> Row:
+def make_row(corpus: Corpus, count: TokenCounter, length: int, seed: Sequence[int]) -> Row:
     """One document of at most `length` tokens of one kind of the mixture, beginning with <|begin|> and padded, and the
     tokens' loss weights (0: padding or noise, 1: text, ANSWER_WEIGHT: answers).
     """
@@ -194,7 +194,7 @@ def _copies(rng: np.random.Generator, corpus: Corpus, length: int) -> Row:
     return ids[:length], weights[:length]
 
 
-def _quiz(rng: np.random.Generator, corpus: Corpus, count: Count, length: int, kind: str) -> Row | None:
+def _quiz(rng: np.random.Generator, corpus: Corpus, count: TokenCounter, length: int, kind: str) -> Row | None:
     """A text and as many of its questions as fit, each reply closed by <|end|>; prose is learned too, noise is not.
 
     None where the drawn task does not fit into `length`, which happens at the shortest lengths only.
@@ -209,30 +209,30 @@ def _quiz(rng: np.random.Generator, corpus: Corpus, count: Count, length: int, k
 Quiz = tuple[Sequence[Example], bool]  # examples of one context, and whether the context is prose to be learned
 
 
-def _tracking_examples(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Quiz:
+def _tracking_examples(rng: np.random.Generator, corpus: Corpus, count: TokenCounter, length: int) -> Quiz:
     chains, hops = int(rng.integers(1, 2 + min(6, length // 400))), int(rng.integers(1, 5))
     return synthetic.variable_tracking(rng, length - 90 * chains, count, chains=chains, hops=hops), False
 
 
-def _common_examples(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Quiz:
+def _common_examples(rng: np.random.Generator, corpus: Corpus, count: TokenCounter, length: int) -> Quiz:
     seldom = int(rng.integers(1, 4)) if length > 600 else 1
     often = min(seldom * int(rng.integers(4, 11)), max(2 * seldom, length // 80))
     common = min(10, length // 60)
     return (synthetic.common_words(rng, length - 110, count, often=often, seldom=seldom, common=common),), False
 
 
-def _frequent_examples(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Quiz:
+def _frequent_examples(rng: np.random.Generator, corpus: Corpus, count: TokenCounter, length: int) -> Quiz:
     alpha = 2.0 if rng.random() < 0.6 else float(rng.uniform(1.5, 3.0))
     return (synthetic.frequent_words(rng, length - 100, count, alpha=alpha),), False
 
 
-def _plain_facts(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Quiz:
+def _plain_facts(rng: np.random.Generator, corpus: Corpus, count: TokenCounter, length: int) -> Quiz:
     """One to eight 7-digit numbers in a book, one for each key."""
     keys = int(rng.integers(1, 1 + max(1, min(8, length // 120))))
     return _needle_quiz(rng, corpus, count, length, Needles(keys=keys, intro=bool(rng.random() < 0.85)))
 
 
-def _needle_examples(rng: np.random.Generator, corpus: Corpus, count: Count, length: int) -> Quiz:
+def _needle_examples(rng: np.random.Generator, corpus: Corpus, count: TokenCounter, length: int) -> Quiz:
     """Needle tasks over all of RULER's axes."""
     haystack = str(rng.choice(["book", "noise", "needles"], p=[0.6, 0.2, 0.2]))
     key_kind = str(rng.choice(["words", "uuids"], p=[0.85, 0.15]))
@@ -246,7 +246,7 @@ def _needle_examples(rng: np.random.Generator, corpus: Corpus, count: Count, len
     return _needle_quiz(rng, corpus, count, length, spec)
 
 
-def _needle_quiz(rng: np.random.Generator, corpus: Corpus, count: Count, length: int, spec: Needles) -> Quiz:
+def _needle_quiz(rng: np.random.Generator, corpus: Corpus, count: TokenCounter, length: int, spec: Needles) -> Quiz:
     """A context with as many questions as fit into half of it; two fifths of the keys are any words of the books."""
     key, value = KIND_TOKENS[spec.key_kind], KIND_TOKENS[spec.value_kind]
     each = 28 + 2 * spec.queries * (key + 1) + spec.queries * spec.values * (value + 3)
@@ -307,7 +307,7 @@ def _typeset(rng: np.random.Generator, context: str, prose: bool) -> tuple[str, 
 Batch = tuple[UInt16[np.ndarray, "B N"], UInt8[np.ndarray, "B N"]]
 
 
-def make_batch(corpus: Corpus, count: Count, length: int, rows: int, seed: int, step: int) -> Batch:
+def make_batch(corpus: Corpus, count: TokenCounter, length: int, rows: int, seed: int, step: int) -> Batch:
     """`rows` rows of `length` tokens for one step."""
     batch = [make_row(corpus, count, length, (seed, step, row)) for row in range(rows)]
     return np.stack([tokens for tokens, _ in batch]), np.stack([weights for _, weights in batch])

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from clusterkv_jax.evaluation.tasks.haystack import Count, longest
+from clusterkv_jax.evaluation.tasks.haystack import TokenCounter, longest
 from clusterkv_jax.evaluation.tasks.synthetic import Example
 
 _ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -121,7 +121,7 @@ def _library(triples: Sequence[tuple[Sequence[str], str, Sequence[str]]]) -> Lib
     return Library(tuple(numbers), questions)
 
 
-def fitting(source: Library, length: int, count: Count, task: str) -> Library:
+def fitting(source: Library, length: int, count: TokenCounter, task: str) -> Library:
     """The library with those questions alone whose own documents fit into `length` tokens.
 
     Raises ValueError where none does.
@@ -132,7 +132,9 @@ def fitting(source: Library, length: int, count: Count, task: str) -> Library:
     return replace(source, questions=fit)
 
 
-def question(rng: np.random.Generator, length: int, count: Count, source: Library, number: int, task: str) -> Example:
+def question(
+    rng: np.random.Generator, length: int, count: TokenCounter, source: Library, number: int, task: str
+) -> Example:
     """Question `number` over as many documents, in random order, as fit into `length` tokens.
 
     Raises ValueError where not even the documents that the question needs fit.
@@ -159,5 +161,5 @@ def _text(source: Library, numbers: Sequence[int]) -> str:
     return f"{_ORDER}\n\nThe following are given documents.\n\n" + "\n\n".join(listed) + "\n\n"
 
 
-def _fill(assemble, others: Sequence[int], length: int, count: Count) -> str:
+def _fill(assemble, others: Sequence[int], length: int, count: TokenCounter) -> str:
     return longest(assemble, len(others), length, count, item=200)[1]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-Count = Callable[[str], int]
+TokenCounter = Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def insert(hay: list[str], needles: list[str], depths: Float[np.ndarray, " S"]) 
     return parts
 
 
-def cut(hay: list[str], room: int, count: Count, between: str) -> list[str]:
+def cut(hay: list[str], room: int, count: TokenCounter, between: str) -> list[str]:
     """As much hay as fits into `room` tokens; the last piece is cut anywhere, to the token."""
     pieces: list[str] = []
     for piece in hay:
@@ -65,7 +65,7 @@ def cut(hay: list[str], room: int, count: Count, between: str) -> list[str]:
     return pieces
 
 
-def _prefix(piece: str, room: int, count: Count, between: str) -> str:
+def _prefix(piece: str, room: int, count: TokenCounter, between: str) -> str:
     """The longest beginning of a piece that fits into `room` tokens."""
     low, high = 0, len(piece)
     while low < high:
@@ -75,7 +75,7 @@ def _prefix(piece: str, room: int, count: Count, between: str) -> str:
     return piece[:low].rstrip()
 
 
-def fit(assemble: Callable[[int], str], length: int, count: Count) -> str:
+def fit(assemble: Callable[[int], str], length: int, count: TokenCounter) -> str:
     """The text that has exactly `length` tokens, or the closest below: pieces may merge where they are joined."""
     target, best, most = length, "", -1
     for _ in range(8):
@@ -92,7 +92,7 @@ def fit(assemble: Callable[[int], str], length: int, count: Count) -> str:
 
 
 def longest(
-    assemble: Callable[[int], tuple[Sequence[Any], str]], most: int, length: int, count: Count, item: int = 8
+    assemble: Callable[[int], tuple[Sequence[Any], str]], most: int, length: int, count: TokenCounter, item: int = 8
 ) -> tuple[Sequence[Any], str]:
     """A size up to `most` whose text fills `length` tokens to within 1 %, or as far as whole items allow.
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from clusterkv_jax.evaluation.tasks import synthetic
 from clusterkv_jax.evaluation.tasks.cases import Case
-from clusterkv_jax.evaluation.tasks.haystack import Book, Count
+from clusterkv_jax.evaluation.tasks.haystack import Book, TokenCounter
 from clusterkv_jax.evaluation.tasks.ruler import QUESTION_ROOM, from_example, room_beside
 from clusterkv_jax.evaluation.tasks.synthetic import Needles
 
@@ -23,7 +23,7 @@ _LINES_AFTER = (
 )
 
 
-def needle(depth: float, number: int, length: int, count: Count, books: tuple[Book, ...], seed: int) -> Case:
+def needle(depth: float, number: int, length: int, count: TokenCounter, books: tuple[Book, ...], seed: int) -> Case:
     """One number hidden at a depth of a book (Kamradt's grid, in RULER's wording)."""
     rng = np.random.default_rng([seed, length, round(1000 * depth), number])
     room = room_beside(64, length, "niah")
@@ -35,7 +35,7 @@ def needle(depth: float, number: int, length: int, count: Count, books: tuple[Bo
     return replace(case, max_new_tokens=64)
 
 
-def lines(number: int, length: int, count: Count, seed: int, questions: int = 4) -> list[Case]:
+def lines(number: int, length: int, count: TokenCounter, seed: int, questions: int = 4) -> list[Case]:
     """LongEval's (Li et al., 2023) line retrieval: one record and `questions` questions, at even depths."""
     rng = np.random.default_rng([seed, length, number])
     room = length - 16 - QUESTION_ROOM - count(_LINES_BEFORE)

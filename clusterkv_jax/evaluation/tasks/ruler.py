@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from clusterkv_jax.evaluation.tasks import documents, synthetic
 from clusterkv_jax.evaluation.tasks.cases import Case
-from clusterkv_jax.evaluation.tasks.haystack import Book, Count
+from clusterkv_jax.evaluation.tasks.haystack import Book, TokenCounter
 from clusterkv_jax.evaluation.tasks.synthetic import Example
 from clusterkv_jax.storage import schema
 
@@ -57,7 +57,7 @@ def generated(
     task: str,
     numbers: range,
     length: int,
-    count: Count,
+    count: TokenCounter,
     books: Sequence[Book],
     library: documents.Library | None,
     seed: int,
@@ -103,7 +103,7 @@ def from_example(example: Example, name: str, facts: Mapping[str, Any]) -> Case:
 # --- published rows ---
 
 
-Answers = Annotated[list[str | int], Meta(min_length=1)]
+RightAnswers = Annotated[list[str | int], Meta(min_length=1)]
 
 
 class RulerRecord(TypedDict, total=False):
@@ -115,11 +115,11 @@ class RulerRecord(TypedDict, total=False):
     index: int | str
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**20)]
     input: str
-    outputs: Answers | str
+    outputs: RightAnswers | str
     context: str
     question: str
     answer_prefix: str
-    answer: Answers | str
+    answer: RightAnswers | str
 
 
 def published(rows: Sequence[Mapping[str, Any]], length: int, task: str | None = None) -> list[Case]:
@@ -158,7 +158,7 @@ def _listed(text: str, where: str) -> list[str | int]:
         value = None
     if value is None:
         raise ValueError(f"{where} must be a list of texts, got {schema.shown(repr(text))}.")
-    return schema.checked(value, Answers, where)
+    return schema.checked(value, RightAnswers, where)
 
 
 def divide(text: str) -> tuple[str, str, str]:

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from clusterkv_jax.evaluation.tasks.cases import Case
-from clusterkv_jax.evaluation.tasks.haystack import Count
+from clusterkv_jax.evaluation.tasks.haystack import TokenCounter
 from clusterkv_jax.generation.batch import bucket
 
 # What is given, and the steps of the solution.
-Problem = tuple[str, list[str]]
+StateProblem = tuple[str, list[str]]
 STEPS = (2, 4, 8, 16, 24)
 SHOWN = (2, 4, 2, 3, 5)  # steps of the worked examples
 
 
-def running_sum(rng: np.random.Generator, steps: int) -> Problem:
+def running_sum(rng: np.random.Generator, steps: int) -> StateProblem:
     """Numbers below ten, and their sums up to each."""
     numbers = rng.integers(1, 10, steps)
     sums = np.cumsum(numbers)
@@ -32,7 +32,7 @@ def running_sum(rng: np.random.Generator, steps: int) -> Problem:
     return _joined(numbers), solved
 
 
-def assignments(rng: np.random.Generator, steps: int) -> Problem:
+def assignments(rng: np.random.Generator, steps: int) -> StateProblem:
     """Variables, each a number or a copy of an earlier one, and their values; the last is a copy."""
     asked, values = [], []
     for number, name in enumerate(string.ascii_lowercase[:steps]):
@@ -44,13 +44,13 @@ def assignments(rng: np.random.Generator, steps: int) -> Problem:
     return "; ".join(f"{name} = {what}" for name, what in asked), solved
 
 
-def sorting(rng: np.random.Generator, steps: int) -> Problem:
+def sorting(rng: np.random.Generator, steps: int) -> StateProblem:
     """Different numbers below a hundred, and the sorted lists of the first one, the first two and so on."""
     numbers = rng.permutation(np.arange(1, 100))[:steps]
     return _joined(numbers), [_joined(np.sort(numbers[:end])) for end in range(1, steps + 1)]
 
 
-KINDS: dict[str, tuple[Callable[[np.random.Generator, int], Problem], str, str]] = {
+KINDS: dict[str, tuple[Callable[[np.random.Generator, int], StateProblem], str, str]] = {
     "running_sum": (running_sum, "Numbers", "Sums"),
     "assignments": (assignments, "Variables", "Values"),
     "sorting": (sorting, "Numbers", "Sorted one by one"),
@@ -59,7 +59,7 @@ GROUPS = {kind: tuple(f"{kind}_{steps}" for steps in STEPS) for kind in KINDS}
 TASKS = tuple(task for tasks in GROUPS.values() for task in tasks)
 
 
-def cases(task: str, numbers: range, count: Count, seed: int) -> Iterator[Case]:
+def cases(task: str, numbers: range, count: TokenCounter, seed: int) -> Iterator[Case]:
     """Cases of a task by their numbers; each depends on seed, kind, steps and number alone."""
     kind, steps = task.rsplit("_", 1)
     make, asks, solves = KINDS[kind]

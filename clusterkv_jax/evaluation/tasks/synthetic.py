@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from clusterkv_jax.evaluation.tasks.haystack import Book, Count, cut, fit, insert, longest, passage
+from clusterkv_jax.evaluation.tasks.haystack import Book, TokenCounter, cut, fit, insert, longest, passage
 
 Split = Literal["all", "train", "valid"]
 KINDS = ("numbers", "words", "uuids")
@@ -82,7 +82,12 @@ TASKS = (*NEEDLE_TASKS, "vt", "cwe", "fwe")
 
 
 def generate(
-    task: str, rng: np.random.Generator, length: int, count: Count, book: Book | None = None, split: Split = "all"
+    task: str,
+    rng: np.random.Generator,
+    length: int,
+    count: TokenCounter,
+    book: Book | None = None,
+    split: Split = "all",
 ) -> Example:
     """One example of a RULER task by name; the context has `length` tokens, one less where no cut hits it.
 
@@ -108,7 +113,7 @@ def generate(
 def niah(
     rng: np.random.Generator,
     length: int,
-    count: Count,
+    count: TokenCounter,
     spec: Needles,
     book: Book | None = None,
     *,
@@ -220,7 +225,7 @@ def _pick(rng: np.random.Generator, items: Sequence[str]) -> str:
 def _hide(
     rng: np.random.Generator,
     length: int,
-    count: Count,
+    count: TokenCounter,
     spec: Needles,
     source: Book | None,
     intro: str,
@@ -245,7 +250,7 @@ def _hide(
 
 
 def _hay(
-    rng: np.random.Generator, room: int, count: Count, spec: Needles, source: Book | None, split: Split
+    rng: np.random.Generator, room: int, count: TokenCounter, spec: Needles, source: Book | None, split: Split
 ) -> list[str]:
     """More than `room` tokens of hay, a list of sentences or lines."""
     match spec.haystack:
@@ -268,7 +273,7 @@ def _hay(
 
 
 def variable_tracking(
-    rng: np.random.Generator, length: int, count: Count, *, chains: int = 1, hops: int = 4, task: str = "vt"
+    rng: np.random.Generator, length: int, count: TokenCounter, *, chains: int = 1, hops: int = 4, task: str = "vt"
 ) -> tuple[Example, ...]:
     """Chains of assignments scattered in order over noise; one example per chain asks for all its variables.
 
@@ -321,7 +326,13 @@ def _distinct(rng: np.random.Generator, size: int, letters: str, width: int) -> 
 
 
 def common_words(
-    rng: np.random.Generator, length: int, count: Count, *, often: int | None = None, seldom: int = 3, common: int = 10
+    rng: np.random.Generator,
+    length: int,
+    count: TokenCounter,
+    *,
+    often: int | None = None,
+    seldom: int = 3,
+    common: int = 10,
 ) -> Example:
     """A numbered list in which `common` words appear `often` times and others `seldom` (RULER: 30 and 3).
 
@@ -352,7 +363,7 @@ def common_words(
 
 
 def frequent_words(
-    rng: np.random.Generator, length: int, count: Count, *, alpha: float = 2.0, width: int = 6
+    rng: np.random.Generator, length: int, count: TokenCounter, *, alpha: float = 2.0, width: int = 6
 ) -> Example:
     """Random coded words with frequencies rank^-alpha; the first is the noise "...", the next three are asked."""
     vocabulary = ["...", *_distinct(rng, max(8, length // 50), string.ascii_lowercase, width)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from clusterkv_jax.evaluation.tasks import synthetic
 from clusterkv_jax.evaluation.tasks.cases import Case
-from clusterkv_jax.evaluation.tasks.haystack import Book, Count
+from clusterkv_jax.evaluation.tasks.haystack import Book, TokenCounter
 from clusterkv_jax.evaluation.tasks.ruler import from_example, room_beside
 from clusterkv_jax.evaluation.tasks.synthetic import Needles
 
@@ -24,7 +24,7 @@ NEW_TOKENS = 64
 TURN_ROOM = 96
 
 
-def conversation(number: int, length: int, count: Count, book: Book, seed: int) -> list[Case]:
+def conversation(number: int, length: int, count: TokenCounter, book: Book, seed: int) -> list[Case]:
     """The cases of one context of `length` tokens, all turns included: a case for each task.
 
     Raises ValueError for a length without room for the turns.
