@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +83,7 @@ class PrefillResult:
         held = self.rows[0] or self.rows[1]
         return float(np.mean([count for layer in held for heads in layer for count in heads]))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of all arrays."""
         leaves = jax.tree.leaves((self.cache, self.logits))

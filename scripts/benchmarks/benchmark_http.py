@@ -71,32 +71,40 @@ class Ask:
 def gaps(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
     """Streams of prompts that come at random."""
     draw = np.random.default_rng(options.seed)
-    lengths = [length for length in (2**n for n in range(31)) if options.shortest <= length <= options.longest]
+    powers = np.linspace(np.log2(options.shortest), np.log2(options.longest), options.lengths).round().astype(int)
     times = np.cumsum(draw.exponential(1 / options.rate, options.clients))
-    asks = [Ask(words(draw, model, draw.choice(lengths) - FRAME), options.new_tokens, float(at)) for at in times]
+    asks = [Ask(words(draw, model, 2 ** draw.choice(powers) - FRAME), options.new_tokens, float(at)) for at in times]
     room = {"max_tokens": options.longest + options.new_tokens, "reserve": 4 * options.new_tokens}
     with serving(model, options, slots=options.slots, **room) as (server, port):
-        first = [Ask(words(draw, model, length - FRAME), 8, 0.0) for length in lengths]
-        over_http(port, [ask.as_json() for ask in first])
-        asyncio.run(directly(server, first))
+        for power in powers.tolist():
+            (first,) = over_http(port, [Ask(words(draw, model, 2**power - FRAME), 8).as_json()])
+            yield f"{2**power:,} tokens: first answer after {first['done']:.1f} s"
         before = server.served.stats().programs
-        sides = {
-            "HTTP": over_http(port, [ask.as_json() for ask in asks]),
-            "engine": asyncio.run(directly(server, asks)),
-        }
+        sides = {"HTTP": over_http(port, [ask.as_json() for ask in asks], options.limit)}
+        yield f"HTTP: {len(asks)} requests after {max(answer['done'] for answer in sides['HTTP']):.1f} s\n"
+        sides["engine"] = asyncio.run(directly(server, asks, options.limit))
         programs = server.served.stats().programs - before
-    tokens = sum(len(ask.text.split()) + FRAME + ask.new_tokens for ask in asks)
-    yield "| | first token, median | gap, median | 99 % | 99.9 % | longest | all, s | tokens/s |"
-    yield "|---|---|---|---|---|---|---|---|"
-    took = {}
+    yield "| | answers | first token, median | gap, median | 99 % | 99.9 % | longest | s | tokens/s |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    speeds = {}
     for name, answers in sides.items():
-        between = [gap for answer in answers for gap in np.diff(answer["times"])]
-        first_s = [answer["times"][0] - answer["sent"] for answer in answers]
-        took[name] = max(answer["done"] for answer in answers) - min(answer["sent"] for answer in answers)
-        shown = [statistics.median(first_s), *np.quantile(between, (0.5, 0.99, 0.999)), max(between)]
-        yield row(name, *map(in_ms, shown), f"{took[name]:.1f}", f"{tokens / took[name]:,.0f}")
-    share = took["engine"] / took["HTTP"]
+        begun = [answer for answer in answers if answer["times"]]
+        between = [gap for answer in begun for gap in np.diff(answer["times"])]
+        first_s = statistics.median(answer["times"][0] - answer["sent"] for answer in begun)
+        took = max(answer["done"] for answer in answers) - min(answer["sent"] for answer in answers)
+        speeds[name] = read_and_written(asks, answers) / took
+        ended = sum("reply" in answer for answer in answers)
+        shown = [first_s, *np.quantile(between, (0.5, 0.99, 0.999)), max(between)]
+        yield row(name, f"{ended} of {len(asks)}", *map(in_ms, shown), f"{took:.1f}", f"{speeds[name]:,.0f}")
+    share = speeds["HTTP"] / speeds["engine"]
     yield f"\nHTTP has {share:.1%} of the engine's throughput; {programs} programs were compiled meanwhile."
+
+
+def read_and_written(asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> int:
+    """Tokens of prompts that came to a first token, and of answers that ended."""
+    pairs = list(zip(asks, answers, strict=True))
+    read = sum(len(ask.text.split()) + FRAME for ask, answer in pairs if answer["times"])
+    return read + sum(ask.new_tokens for ask, answer in pairs if "reply" in answer)
 
 
 def cached(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
@@ -170,8 +178,10 @@ def overhead(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
 @contextlib.contextmanager
 def serving(model: ckv.Model, options: argparse.Namespace, **room: Any) -> Iterator[tuple[Server, int]]:
     """A server and its port, ready to answer."""
+    begin = time.perf_counter()
     server = make_server(model, Settings(NAME), method=options.method, ratio=options.ratio, **room)
     warm_up(server)
+    print(f"A server of {room['max_tokens']:,} tokens is ready after {time.perf_counter() - begin:.1f} s\n", flush=True)
     with bound("127.0.0.1", 0) as listener:
         told = uvicorn_server(server)
         thread = threading.Thread(target=told.run, kwargs={"sockets": [listener]})
@@ -183,15 +193,17 @@ def serving(model: ckv.Model, options: argparse.Namespace, **room: Any) -> Itera
             thread.join()
 
 
-def over_http(port: int, asks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What comes of requests, by clients in another process. Raises CalledProcessError where one fails."""
+def over_http(port: int, asks: Sequence[dict[str, Any]], limit: float = 1e6) -> list[dict[str, Any]]:
+    """What comes of requests within so many seconds, by clients in another process. Raises CalledProcessError where one
+    fails.
+    """
     command = [sys.executable, str(Path(__file__).with_name("http_client.py"))]
-    plan = json.dumps({"port": port, "asks": list(asks)})
+    plan = json.dumps({"port": port, "limit": limit, "asks": list(asks)})
     done = subprocess.run(command, input=plan, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-async def directly(server: Server, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+async def directly(server: Server, asks: Sequence[Ask], limit: float = 1e6) -> list[dict[str, Any]]:
     """The same streams in the engine, without HTTP."""
     begin, encode = time.perf_counter(), server.model.tokenizer
     prompts = [encode(f"<user> {ask.text} <assistant>", add_special_tokens=False)["input_ids"] for ask in asks]
@@ -202,8 +214,16 @@ async def directly(server: Server, asks: Sequence[Ask]) -> list[dict[str, Any]]:
         sent = time.perf_counter()
         params = SamplingParams(max_tokens=ask.new_tokens, ignore_eos=True)
         request = server.engine.request(prompt, params=params, stream=True)
-        times = [time.perf_counter() async for _ in server.served.submit(request)]
-        return {"sent": sent, "times": times, "done": times[-1]}
+        told: dict[str, Any] = {"sent": sent, "times": []}
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout(begin + limit - sent),
+                contextlib.aclosing(aiter(server.served.submit(request))) as new,
+            ):
+                async for _ in new:
+                    told["times"].append(time.perf_counter())
+            told["reply"] = None
+        return told | {"done": time.perf_counter()}
 
     pairs = list(zip(asks, prompts, strict=True))
     if all(ask.at is not None for ask in asks):
@@ -252,6 +272,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64, help="of the engine in `gaps`")
     parser.add_argument("--shortest", type=int, default=1024, help="tokens of a prompt of `gaps`, a power of two")
     parser.add_argument("--longest", type=int, default=32768, help="likewise")
+    parser.add_argument("--lengths", type=int, default=6, help="of prompts of `gaps`, each of which compiles")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of each side of `gaps`; others are cut off")
     parser.add_argument("--new-tokens", type=int, default=128, help="of an answer of `gaps`")
     parser.add_argument("--cached", type=int, default=65536, help="tokens of the context of `cached`")
     parser.add_argument("--compacted", type=int, default=100_000, help="tokens of the conversation of `compact`")

@@ -1,9 +1,10 @@
 """Clients of a server, in a process of their own so that they do not slow it: `benchmark_http.py` starts it.
 
-Standard input is one JSON object: "port", and "asks", each with "path", "body" and "at". Those with a time are sent
-then, in seconds from the beginning, each in a connection of its own; those without, one after the other. Standard
+Standard input is one JSON object: "port", "limit", and "asks", each with "path", "body" and "at". Those with a time are
+sent then, in seconds from the beginning, each in a connection of its own; those without, one after the other. Standard
 output has a line for each, in their order: "sent", "done", and the times of the pieces that brought a word, all in
-seconds from the beginning; and "reply", the whole answer, or the last event of a stream.
+seconds from the beginning; and "reply", the whole answer, or the last event of a stream. What has not ended after
+`limit` seconds is cut off, and has no "reply".
 """
 
 import asyncio
@@ -13,9 +14,9 @@ import time
 from typing import Any
 
 
-async def ask(port: int, path: str, body: dict[str, Any], begin: float) -> dict[str, Any]:
+async def ask(port: int, path: str, body: dict[str, Any], begin: float, limit: float) -> dict[str, Any]:
     """One request."""
-    raw = json.dumps(body).encode()
+    raw, lines = json.dumps(body).encode(), list[tuple[float, bytes]]()
     sent = time.perf_counter() - begin
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
@@ -23,16 +24,25 @@ async def ask(port: int, path: str, body: dict[str, Any], begin: float) -> dict[
     status = int((await reader.readline()).split()[1])
     while (await reader.readline()).strip():
         pass
-    lines = [(time.perf_counter() - begin, line) async for line in reader]
+    cut = False
+    try:
+        async with asyncio.timeout(begin + limit - time.perf_counter()):
+            async for line in reader:
+                lines.append((time.perf_counter() - begin, line))
+    except TimeoutError:
+        cut = True
     done = time.perf_counter() - begin
     writer.close()
     if status != 200:
         raise RuntimeError(f"{path} answers {status}: {lines}")
+    if cut and not lines:
+        return {"sent": sent, "done": done, "times": []}
     events = [(at, json.loads(line[6:])) for at, line in lines if line.startswith(b"data: {")]
     reply = events[-1][1] if events else json.loads(b"".join(line for _, line in lines))
     if "error" in reply and reply["error"] is not None:
         raise RuntimeError(f"{path} answers {reply['error']}")
-    return {"sent": sent, "done": done, "times": [at for at, event in events if brings_words(event)], "reply": reply}
+    told = {"sent": sent, "done": done, "times": [at for at, event in events if brings_words(event)]}
+    return told if cut else told | {"reply": reply}
 
 
 def brings_words(event: dict[str, Any]) -> bool:
@@ -40,20 +50,20 @@ def brings_words(event: dict[str, Any]) -> bool:
     return any(choice["delta"].get("content") for choice in event.get("choices", ()))
 
 
-async def ask_all(port: int, asks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def ask_all(port: int, asks: list[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
     """All requests, at their times or one after the other."""
     begin = time.perf_counter()
 
     async def at_its_time(one: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(begin + one["at"] - time.perf_counter())
-        return await ask(port, one["path"], one["body"], begin)
+        return await ask(port, one["path"], one["body"], begin, limit)
 
     if all(one["at"] is not None for one in asks):
         return await asyncio.gather(*map(at_its_time, asks))
-    return [await ask(port, one["path"], one["body"], begin) for one in asks]
+    return [await ask(port, one["path"], one["body"], begin, limit) for one in asks]
 
 
 if __name__ == "__main__":
     plan = json.load(sys.stdin)
-    for answer in asyncio.run(ask_all(plan["port"], plan["asks"])):
+    for answer in asyncio.run(ask_all(plan["port"], plan["asks"], plan["limit"])):
         print(json.dumps(answer))
