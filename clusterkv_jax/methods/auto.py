@@ -9,9 +9,9 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.orbitkv import OrbitKV
 
-# Most recent rows where the others are dropped, or count less. On a pretrained model 32 lose less of plain text than 8,
-# but not where that is a large part of the budget.
-MAX_RECENT = 32
+# Recent rows where the others count less, and the most where they are dropped. On a pretrained model 32 lose less of plain
+# text than 8; where rows are dropped, not as a large part of the budget.
+RECENT = 32
 # Exponent of the degree where centroids of many unlike rows must not outweigh what is looked up.
 TEMPERED = 0.5
 
@@ -22,8 +22,8 @@ class Auto(OrbitKV):
 
     `presets.completed` puts the method in its place that was measured to lose least with such a budget, as `generate`
     and engines do: OrbitKV with these fields, the same with a `degree_power` of at most 0.5, or KVzap, which has no
-    `merged`. The last two have a `max_recent` of 32 unless `recent` says another number. Without a calibration it is
-    OrbitKV.
+    `merged`. Unless `recent` says another number, the second has 32 recent rows and the third a `max_recent` of 32.
+    Without a calibration it is OrbitKV.
 
     Attributes:
         budget: rows per KV head on the average, sinks and recent rows included.
@@ -31,7 +31,6 @@ class Auto(OrbitKV):
         recent: last rows, which always stay.
         merged: OrbitKV's share of centroids.
         interval: generated tokens between two compressions.
-        max_recent: most last rows that stay where an eighth of a head's budget is more than `recent`.
         degree_power: a centroid of n rows counts as n to this power: 1 is the log degree of the papers, 0 one row.
     """
 
@@ -40,11 +39,17 @@ class Auto(OrbitKV):
         mine = {field.name: getattr(self, field.name) for field in fields(OrbitKV)}
         if choice == "orbitkv":
             return OrbitKV(**mine)
-        most = MAX_RECENT if self.recent == OrbitKV.recent else self.max_recent
+        usual = self.recent == OrbitKV.recent
         if choice == "orbitkv-half":
-            return OrbitKV(**mine | {"max_recent": most, "degree_power": min(self.degree_power, TEMPERED)})
+            recent = self._room_of_recent() if usual else self.recent
+            return OrbitKV(**mine | {"recent": recent, "degree_power": min(self.degree_power, TEMPERED)})
         shared = {name: mine[name] for name in ("budget", "sinks", "recent", "cache_dtype")}
-        return KVzap(**shared, max_recent=most, decode_interval=self.interval)
+        return KVzap(**shared, max_recent=RECENT if usual else 0, decode_interval=self.interval)
+
+    def _room_of_recent(self) -> int:
+        """Recent rows of tempered merging: fewer than usual where a budget of tokens has no room for them."""
+        room = RECENT if self.budget.tokens is None else self.budget.tokens - self.sinks - self.protected.min_free
+        return max(self.recent, min(RECENT, room))
 
 
 def settled(method: Any, calibration: Calibration) -> Any:

@@ -50,5 +50,5 @@ class KVzap(Scored):
         self, scores: Float[Array, "B #K C"], length: Int[Array, "B K"], budget: Int[Array, " B"], capacity: int
     ) -> Bool[Array, "B #K C"]:
         """As every eviction does, with the rows that `max_recent` adds above all others."""
-        recent = recent_rows(budget, self.recent, self.max_recent, part=8)
+        recent = recent_rows(budget, self.recent, self.max_recent)
         return super().choose(scores_with_recent(scores, length, recent), length, budget, capacity)

@@ -33,7 +33,7 @@ from clusterkv_jax.methods.base import (
 )
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
 from clusterkv_jax.methods.families.merging import Merging
-from clusterkv_jax.methods.families.scored import recent_rows, scores_of, scores_with_recent, take_scores
+from clusterkv_jax.methods.families.scored import scores_of, take_scores
 from clusterkv_jax.methods.request import GroupPlan
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
@@ -44,8 +44,6 @@ from clusterkv_jax.soft_matching import Edges
 CHUNK, MERGE_RATIO, EDGES = 256, 0.3, Edges(1.0, 0.05)
 # The score of a single row that has none.
 LEAST = float(np.finfo(np.float32).min)
-# One of so many rows of a budget may be a recent one: more than in KVzap, since the others are not lost.
-RECENT_PART = 2
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,7 @@ class OrbitKV(Merging):
 
     Scores are those of the model's surrogate, which `clusterkv calibrate` fits; heads get the shares that were measured
     with it. The same happens again every `interval` generated tokens; a centroid then is one of the others: its score
-    is -inf, since a row's degree may be fitted (`Matched`). Where half of a head's budget is more than `recent`,
-    so many rows stay at the end, but at most `max_recent`.
+    is -inf, since a row's degree may be fitted (`Matched`).
 
     Attributes:
         budget: rows per KV head on the average, sinks and recent rows included.
@@ -64,7 +61,6 @@ class OrbitKV(Merging):
         recent: last rows, never merged.
         merged: part of the free rows that are centroids, in heads with at least the mean share.
         interval: generated tokens between two compressions.
-        max_recent: most last rows that stay where half of a head's budget is more than `recent`.
         degree_power: a centroid of n rows counts as n to this power: 1 is the log degree of the papers, 0 one row.
     """
 
@@ -73,7 +69,6 @@ class OrbitKV(Merging):
     recent: int = 8
     merged: float = 0.15
     interval: int = 128
-    max_recent: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +77,6 @@ class OrbitKV(Merging):
             ("budget", isinstance(self.budget, Budget), "a Budget"),
             ("sinks", is_count(self.sinks), "a whole number of at least 0"),
             ("recent", is_count(self.recent), "a whole number of at least 0"),
-            ("max_recent", is_count(self.max_recent), "a whole number of at least 0"),
             ("merged", is_number(self.merged) and 0 <= self.merged <= 1, "between 0 and 1"),
             ("interval", is_count(self.interval, 1), "a whole number of at least 1"),
         )
@@ -160,8 +154,7 @@ class OrbitKV(Merging):
         free = unprotected(scores, cache.length, self.protected)
         count = budget - centroids - self.sinks - self.recent
         single = scores != -jnp.inf
-        scores = scores_with_recent(jnp.fmax(scores, LEAST), cache.length, self._recent(budget))
-        best = top_rows(jnp.where(free & single, scores, -jnp.inf), count)
+        best = top_rows(jnp.where(free & single, jnp.fmax(scores, LEAST), -jnp.inf), count)
         over = cache.length[:, 0] > budget
         return jnp.where(over[:, None, None], best | protected_rows(free, cache.length), cache.degree > 0)
 
@@ -171,20 +164,16 @@ class OrbitKV(Merging):
         They are all free rows in heads that mix what they read; heads that look single rows up are those with at least
         the mean share.
         """
-        free = budget - self.sinks - self._recent(budget)
+        free = budget - self.sinks - self.recent
         part = share_of(self.merged, free, most_rows)
         return jnp.maximum(1, jnp.where(share >= 1, part, free))
-
-    def _recent(self, budget: Int[Array, " B"]) -> Int[Array, " B"]:
-        return recent_rows(budget, self.recent, self.max_recent, RECENT_PART)
 
     def _expected(self, rows: int, plan: GroupPlan) -> tuple[int, ...]:
         """As `Clustering` expects them on a GPU; of heads of any share as many as may be."""
         budget = plan.fewest_rows
         if not traits().host_driven or budget >= rows:
             return ()
-        free = budget - self.sinks - max(self.recent, min(budget // RECENT_PART, self.max_recent))
-        centroids = max(1, int((self.merged if plan.budget_share >= 1 else 1.0) * free))
+        centroids = max(1, int((self.merged if plan.budget_share >= 1 else 1.0) * (budget - self.sinks - self.recent)))
         # Heads of other shares merge everything, into all that is free.
         slowest, largest = (rows - budget + centroids, centroids), (rows, plan.most_rows)
         return soft_matching.rows_by_round(slowest, largest, _schedule(rows), sinks=0, recent=0, chunk=CHUNK)

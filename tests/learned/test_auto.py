@@ -62,7 +62,8 @@ def test_a_budget_takes_the_choice_of_the_nearest_share(tmp_path):
     taken = {ratio: presets.completed(model, ckv.Auto(ckv.Budget(ratio=ratio))) for ratio in ratios}
     assert [type(method) for method in taken.values()] == [ckv.OrbitKV] * 3 + [ckv.KVzap] * 2
     assert [taken[ratio].degree_power for ratio in (0.9, 0.3, 0.18)] == [1.0, 0.5, 0.5]
-    assert [taken[ratio].max_recent for ratio in (0.9, 0.3, 0.1)] == [0, 32, 32]
+    assert [taken[ratio].recent for ratio in (0.9, 0.3, 0.1)] == [8, 32, 8]
+    assert taken[0.1].max_recent == 32
     calibration.write(tmp_path / "mine.safetensors", model.calibration)
     assert calibration.read(tmp_path / "mine.safetensors").auto == choices
     with pytest.raises(ValueError, match="bytes"):

@@ -76,9 +76,9 @@ def scores_of(rows: Rows) -> Float[Array, "B K C"]:
     return rows.scores
 
 
-def recent_rows(budget: Int[Array, " B"], recent: int, most: int, part: int) -> Int[Array, " B"]:
-    """Rows of the end that stay: one of `part` of the budget, at most `most`, and never less than `recent`."""
-    return jnp.maximum(recent, jnp.minimum(budget // part, most))
+def recent_rows(budget: Int[Array, " B"], recent: int, most: int) -> Int[Array, " B"]:
+    """Rows of the end that stay: an eighth of the budget, at most `most`, and never less than `recent`."""
+    return jnp.maximum(recent, jnp.minimum(budget // 8, most))
 
 
 def scores_with_recent(
