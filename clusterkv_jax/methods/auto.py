@@ -9,8 +9,8 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.orbitkv import OrbitKV
 
-# Recent rows where the others count less, and the most where they are dropped. On a pretrained model 32 lose less of plain
-# text than 8; where rows are dropped, not as a large part of the budget.
+# Recent rows where the others count less, and the most where they are dropped. On a pretrained model 32 lose less of
+# plain text than 8; where rows are dropped, not as a large part of the budget.
 RECENT = 32
 # Exponent of the degree where centroids of many unlike rows must not outweigh what is looked up.
 TEMPERED = 0.5
