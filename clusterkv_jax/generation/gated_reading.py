@@ -285,12 +285,14 @@ def check_fills(config: ModelConfig, method: Method, request: RequestShape, leng
 
 
 def reading_bytes(config: ModelConfig, dtype: Any, method: Method, plans: Sequence[LayerPlan], gate: Gate) -> int:
-    """Bytes of one sequence's cache while it is read: rows, window and chunk of all layers."""
+    """Bytes of one sequence's cache while it is read: rows, window and chunk of all layers, and the largest twice."""
     reader = while_reading(method, gate.window, gate.chunk)
     held = plan_reading(plans, reader, rows_beside(method, reader), gate.window, gate.chunk)
-    in_pages = sum(plan.pool.count * plan.pool.slots for plan in held if plan.pool)
-    slots = in_pages + sum(group.capacity * len(group.heads) for plan in held if not plan.pool for group in plan.groups)
-    return slots * row_bytes(config.head_dim, dtype, dtype, stored=method.cache_dtype)
+    slots = [
+        own.pool.count * own.pool.slots if own.pool else sum(group.capacity * len(group.heads) for group in own.groups)
+        for own in held
+    ]
+    return (sum(slots) + max(slots)) * row_bytes(config.head_dim, dtype, dtype, stored=method.cache_dtype)
 
 
 def _chunk(

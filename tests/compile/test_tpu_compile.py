@@ -95,6 +95,20 @@ def test_reading_a_prompt_makes_no_square_of_it():
         assert abs(program["slots"] - int(0.2 * 32768)) <= 128 + (128 if name == "adakv" else 16), name
 
 
+@pytest.mark.parametrize(("topology", "most"), [("v5e:2x4", 0.5), often("v5p:2x2x2", 2.5), often("v6e:2x4", 0.5)])
+def test_a_gated_prompt_grows_its_cache_in_place(topology, most):
+    """A chunk has one program for all equal layers, and brings no second cache: on a v5p its hidden states are larger
+    than a chip's part of a layer. A layer returns to new memory, by a program while the prompt is read and one in the
+    end.
+    """
+    programs = run("tpu_gated_programs.py", "kvzap", TOKENS, topology)[topology]
+    chunk, budget = programs["chunk"], programs["budget"]
+    assert (chunk["programs"], budget["programs"]) == (1, 2)
+    assert chunk["alias"] >= 0.99 * chunk["reading"]
+    assert chunk["temporary"] < most * chunk["reading"]
+    assert budget["temporary"] < 0.1 * chunk["reading"]
+
+
 _SPLASH = """
 from functools import partial
 import numpy as np, jax, jax.numpy as jnp
