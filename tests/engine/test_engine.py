@@ -137,7 +137,7 @@ def test_equal_neighbours_are_read_once(monkeypatch):
     results = served.generate(prompts, questions=questions, on_stats=seen.append, seed=3, **EIGHT)
     assert [tuple(result.tokens[0]) for result in results] == [alone(*case) for case in asked]
     assert lengths == [50, 40, 50]
-    assert [stats.finished for stats in seen] == [3, 6, 8]
+    assert list(dict.fromkeys(stats.finished for stats in seen if stats.finished)) == [3, 6, 8]
 
 
 def test_what_one_of_many_cannot_be_leaves_nothing_behind():
