@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import clusterkv_jax as ckv
+from clusterkv_jax import cli
 from clusterkv_jax.benchmark.own_runner import random_params
 from clusterkv_jax.checkpoints.activation_aware import codes_by_text
 from clusterkv_jax.checkpoints.loading import open_checkpoint, parameter_name
@@ -284,6 +286,14 @@ def test_what_is_converted_by_a_text(tmp_path):
     for weights, pieces in (("int8", PIECES), (None, PIECES), ("int4", [[1, 2], [3]]), ("int4", [])):
         with pytest.raises(ValueError, match=r"data is for weights 'int4', in texts of equally many tokens, got"):
             convert(folder, tmp_path / "other", weights=weights, data=pieces)
+
+
+def test_a_text_says_how_int4_is_rounded(tmp_path):
+    command = ["convert", "demo", str(tmp_path / "codes"), "--weights", "int8", "--data", str(tmp_path)]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 2
+    assert "--data says how --weights int4 rounds, got --weights int8." in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def names(params):

@@ -1,6 +1,7 @@
 """`clusterkv convert`: a model of the hub as an Orbax checkpoint that every host reads its own part of."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -88,4 +89,16 @@ def _pieces(source: str, weights: str | None, data: str) -> list[list[int]]:
     if weights != "int4":
         raise ValueError(f"--data says how --weights int4 rounds, got --weights {weights}.")
     checkpoint = open_checkpoint(source)
-    return cut(checkpoint.tokenizer(), read_texts(data), min(TOKENS, checkpoint.config.max_positions), PIECES, seed=0)
+    return begun(checkpoint.tokenizer(), read_texts(data), min(TOKENS, checkpoint.config.max_positions), PIECES)
+
+
+def begun(tokenizer: Any, texts: Sequence[str], tokens: int, most: int) -> list[list[int]]:
+    """At most `most` pieces of texts, of `tokens` tokens each, that begin as the tokenizer begins a text: some models
+    read nothing well without that.
+    """
+    from clusterkv_jax.text.tokenizer import encode
+
+    pieces = cut(tokenizer, texts, tokens, most, seed=0)
+    whole, plain = encode(tokenizer, "a", add_special_tokens=True), encode(tokenizer, "a")
+    begin = whole[: whole.index(plain[0])]
+    return [[*begin, *piece][:tokens] for piece in pieces]
