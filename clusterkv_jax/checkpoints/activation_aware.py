@@ -74,7 +74,7 @@ def _as_rounded(codes: dict[str, QuantisedWeights], path: tuple[Any, ...], numbe
 
 
 @partial(jax.jit, static_argnames=("config",))
-def _products(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> dict[str, Float[Array, "I I"]]:
+def _products(layer: Params, config: ModelConfig, hidden: Float[Array, "B T M"]) -> dict[str, Float[Array, "_ _"]]:
     """Products of any two inputs of each of a layer's weights, experts apart, added up over all tokens, by the names of
     the weights.
     """
