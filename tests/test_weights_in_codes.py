@@ -155,6 +155,7 @@ def test_scales_of_int4_are_those_of_least_squares():
     """None near those that were chosen is better; codes from the least to the largest number are worse."""
     numbers = np.random.default_rng(0).normal(size=(40, 128)).astype(np.float32)
     coded = rounded(numbers, "int4")
+    assert coded.offsets is not None
     least, most = numbers.min(axis=1, keepdims=True), numbers.max(axis=1, keepdims=True)
     plain = np.rint((numbers - least) / (most - least) * 15) * (most - least) / 15 + least
     assert off(numbers, coded) < 0.93 * np.mean((plain - numbers) ** 2)

@@ -150,9 +150,9 @@ def append_layerwise(
     config: ModelConfig,
     method: Method,
     cache: KVCache,
-    tokens: Int[Array | np.ndarray, "B T"],
-    counts: Int[Array | np.ndarray, " B"],
-    logits: Float[Array, "B V"] | None = None,
+    tokens: Int[Any, "B T"],
+    counts: Int[Any, " B"],
+    logits: Float[Any, "B V"] | None = None,
     *,
     call: Callable[..., Any] = lambda program, *args: program(*args),
 ) -> tuple[KVCache, Float[Any, "B V"], Bool[Any, " B"] | None]:
