@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
-from typing_extensions import TypeIs
+from typing_extensions import TypeGuard, TypeIs
 
 from clusterkv_jax.cache import layers, pages
 from clusterkv_jax.cache.layers import Group, HeadGroups, HeadSlots, Layer, LayerCache, PagedHeads, WindowCache
@@ -42,6 +42,11 @@ def group_arrays(layer: Layer) -> tuple[tuple[int, ...], ...] | None:
 def head_slots(layer: Layer) -> HeadSlots | None:
     """Heads of equal budgets and their slots, where they stand in pages by their budgets; None elsewhere."""
     return layer.head_slots if isinstance(layer, PagedHeads) else None
+
+
+def in_pages(layer: Layer) -> TypeGuard[PagedHeads]:
+    """Whether heads stand in pages by their budgets."""
+    return head_slots(layer) is not None
 
 
 def first_pages(layer: Any) -> Any:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.cache.host_store import commit, place
-from clusterkv_jax.cache.kinds import head_slots, with_groups
+from clusterkv_jax.cache.kinds import in_pages, with_groups
 from clusterkv_jax.cache.layers import KVCache, copy_sequences, groups
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
@@ -166,12 +166,10 @@ def extract(method: Method, slots: Slots, slot: Int[Array | np.ndarray, ""], for
 
 def _in_pools_alike(cache: KVCache) -> KVCache:
     """A cache whose heads of unequal budgets have as many pages in each layer, empty ones behind those there are."""
-    in_pages = [head_slots(layer) is not None for layer in cache.layers]
-    pools = [groups(layer)[0].degree.shape[1] for layer, paged in zip(cache.layers, in_pages, strict=True) if paged]
-    count = max(pools, default=0)
+    count = max((layer.degree.shape[1] for layer in cache.layers if in_pages(layer)), default=0)
     parts = [
-        cut(layer, state, count) if paged else (layer, state)
-        for layer, state, paged in zip(cache.layers, cache.state, in_pages, strict=True)
+        cut(layer, state, count) if in_pages(layer) else (layer, state)
+        for layer, state in zip(cache.layers, cache.state, strict=True)
     ]
     layers, states = zip(*parts, strict=True)
     return replace(cache, layers=layers, state=states)
