@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
-from typing_extensions import TypeGuard, TypeIs
+from typing_extensions import TypeIs
 
 from clusterkv_jax.cache import layers, pages
 from clusterkv_jax.cache.layers import Group, HeadGroups, HeadSlots, Layer, LayerCache, PagedHeads, WindowCache
