@@ -54,13 +54,13 @@ def outlier_share(module):
 @pytest.mark.parametrize(
     ("call", "module", "right", "wrong"),
     [
-        (outlier_share, "calibration", '-> Float[Array, "B K"]:', '-> Float[Array, "B N"]:'),
+        (outlier_share, "calibration/measured", '-> Float[Array, "B K"]:', '-> Float[Array, "B N"]:'),
         (merge_round, "soft_matching", 'Float[Array, "B K N"],\n    *,', 'Float[Array, "B K D"],\n    *,'),
         (filtered, "sampling", 'def filtered(logits: Float[Array, "B V"]', 'def filtered(logits: Float[Array, "B B"]'),
     ],
 )
 def test_a_wrong_shape_letter_fails_a_valid_call(call, module, right, wrong, changed):
-    call(importlib.import_module(f"clusterkv_jax.{module}"))
+    call(importlib.import_module(f"clusterkv_jax.{module.replace('/', '.')}"))
     with pytest.raises(TypeCheckError):
         call(changed(module, right, wrong))
 

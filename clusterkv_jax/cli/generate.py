@@ -70,7 +70,7 @@ the hub:
     --prompt-file book.txt --method auto --cache-ratio .125 \\
     --calibration owner/name-calibration
 
-A log that never ends, in 2,048 rows; the file can be asked with --cache meanwhile:
+A log that never ends, in 2,048 rows; --cache asks the file meanwhile:
 
   tail -f log.txt | clusterkv generate --prompt-file - --reading gated \\
     --renumber --method kvzap --cache-tokens 2048 --save log.ckv

@@ -239,12 +239,12 @@ def settled(plan: GatedPlan, state: GatedState, rows: tuple[Int[np.ndarray, "B g
 def _to_budgets(
     plan: GatedPlan,
     method: Method,
-    layers: list[Layer],
-    states: list[tuple[State | None, ...]],
-    seen: Int[Array, " B"],
+    layers: list[Any],
+    states: list[Any],
+    seen: Int[Any, " B"],
     rows: tuple[Int[np.ndarray, "B groups"], ...],
 ) -> None:
-    """Every layer with so many rows, one after the other, so that one alone is there twice."""
+    """Every layer with so many rows, one after the other, so that one alone is there twice; in plans all are shapes."""
     for i, rope in enumerate(plan.config.ropes):
         own, budgets, shares = of_layer(plan.reading[i], rows[i])
         held = alike(layers[i]), states[i], budgets, shares, seen, rope
