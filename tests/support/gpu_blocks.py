@@ -5,12 +5,15 @@ import sys
 
 import jax.numpy as jnp
 
-from clusterkv_jax.blocks import attention_in, gpu, moe
+from clusterkv_jax.blocks import attention_in, causal_attention, gpu, moe
 from clusterkv_jax.runtime.dispatch import LeftToXLA
 
 
 def take_gpu(monkeypatch, *, whole: bool):
-    """Blocks ask their GPU backends first, whose ops are a CPU's; with `whole` these serve tiny models in float32."""
+    """Blocks ask their GPU backends first, whose ops are a CPU's; with `whole` these serve tiny models in float32.
+
+    Attention to prompts stays the CPU's: on a GPU it is a library's, which is nowhere else.
+    """
 
     def dispatch(op, backends, backend, *args):
         with contextlib.suppress(LeftToXLA):
@@ -18,7 +21,8 @@ def take_gpu(monkeypatch, *, whole: bool):
         return backends["xla"](*args)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("clusterkv_jax.blocks.") and hasattr(module, "dispatch"):
+        is_block = name.startswith("clusterkv_jax.blocks.") and module is not causal_attention
+        if is_block and hasattr(module, "dispatch"):
             monkeypatch.setattr(module, "dispatch", dispatch)
     monkeypatch.setattr(moe, "DTYPE", jnp.float32)
     if whole:
