@@ -172,12 +172,12 @@ def _typed(console: Console) -> str | None:
 
 
 def _held(conversation: Any) -> str:
-    """What a cache holds, beside a full one."""
+    """What a cache holds, and what it takes with the room that it has, beside a full one with as much."""
     from clusterkv_jax.generation.results import full_bytes
 
     share = f"{conversation.rows:,.0f} of {conversation.tokens:,} rows"
-    full = full_bytes(conversation.model, conversation.tokens)
-    return f"{share} · {conversation.nbytes / 1e6:,.1f} MB, a full cache {full / 1e6:,.1f}"
+    full, room = full_bytes(conversation.model, conversation.max_tokens), f"room for {conversation.max_tokens:,} tokens"
+    return f"{share} · {room}: {conversation.nbytes / 1e6:,.1f} MB, a full cache {full / 1e6:,.1f}"
 
 
 def _seconds(result: Any) -> str:

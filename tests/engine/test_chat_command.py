@@ -16,7 +16,9 @@ from clusterkv_jax.text.demo import QUESTION, demo_text
 
 PATIENCE_S = 120
 NUMBER = "4821057"
-TOLD = re.compile(r"[\d,]+ of [\d,]+ rows · [\d.,]+ MB, a full cache [\d.,]+ · first token after [\d.]+ s")
+TOLD = re.compile(
+    r"[\d,]+ of [\d,]+ rows · room for [\d,]+ tokens: [\d.,]+ MB, a full cache [\d.,]+ · first token after [\d.]+ s"
+)
 
 
 class Terminal:
@@ -68,7 +70,9 @@ def test_a_conversation_in_a_terminal(tmp_path):
         *("--method", "snapkv", "--cache-ratio", "0.5", "--max-new-tokens", "1500"),
     )
     opening = terminal.until(r"> $")
-    assert re.search(r"demo · snapkv · \S+text.txt · [\d,]+ of [\d,]+ rows · [\d.]+ MB", opening), opening
+    assert re.search(
+        r"demo · snapkv · \S+text.txt · [\d,]+ of [\d,]+ rows · room for [\d,]+ tokens: [\d.]+ MB", opening
+    ), opening
     answer = terminal.ask(QUESTION)
     assert NUMBER in answer, answer
     assert TOLD.search(answer), answer
