@@ -41,18 +41,14 @@ def append_step(
 
     With `at` the logits are those after these of the T tokens, [B,P,V]: for losses.
     """
-    hidden, positions, real = enter(params, config, cache.position, tokens, counts)
-    layers, state, before = [], [], None
-    for number, weights in enumerate(params["layers"]):
-        inputs = inputs_of_layer(config, method, number)
-        static = config.of_layer(number), method, inputs
-        rows = alike(cache.layers[number]), cache.state[number]
-        entering = hidden, before if "lookahead" in inputs else None
+
+    def run(number: int, *args: Any) -> Any:
         with jax.named_scope(f"layer_{number}"):
-            before, (hidden, layer, memory) = hidden, _step_layer(weights, *static, *rows, *entering, positions, real)
-        layers.append(as_it_was(layer, cache.layers[number]))
-        state.append(memory)
-    cache = replace(cache, layers=placed(method, tuple(layers)), state=tuple(state), position=cache.position + counts)
+            return _step_layer(*args)
+
+    entered = enter(params, config, cache.position, tokens, counts)
+    hidden, cache = through_layers(params, config, method, cache, entered, run)
+    cache = replace(cache, layers=placed(method, cache.layers), position=cache.position + counts)
     return cache, leave(params, config, cache, hidden, counts, at)
 
 
@@ -86,6 +82,33 @@ def enter(
     positions = position[:, None] + ordinals(width, 2)
     hidden = constrain(decoder.embed(params, config, tokens, positions), "batch", None, None)
     return hidden, positions, ordinals(width, 2) < counts[:, None]
+
+
+def through_layers(
+    params: Params,
+    config: ModelConfig,
+    method: Method,
+    cache: KVCache,
+    entered: tuple[Float[Any, "B T M"], Int[Any, "B T"], Bool[Any, "B T"]],
+    run: Callable[..., Any],
+    *,
+    shape_alone: bool = False,
+) -> tuple[Float[Any, "B T M"], KVCache]:
+    """What the last layer says of tokens that have `entered`, and the cache with their rows.
+
+    `run` takes a layer's number and the arguments of `step_one_layer`; `shape_alone` is that of `kinds.alike`.
+    """
+    hidden, positions, real = entered
+    layers, state, before = [], [], None
+    for number, weights in enumerate(params["layers"]):
+        inputs = inputs_of_layer(config, method, number)
+        rows = alike(cache.layers[number], shape_alone=shape_alone), cache.state[number]
+        entering = hidden, before if "lookahead" in inputs else None
+        args = weights, config.of_layer(number), method, inputs, *rows, *entering, positions, real
+        before, (hidden, layer, memory) = hidden, run(number, *args)
+        layers.append(as_it_was(layer, cache.layers[number]))
+        state.append(memory)
+    return hidden, replace(cache, layers=tuple(layers), state=tuple(state))
 
 
 def leave(
@@ -166,20 +189,12 @@ def append_layerwise(
         the cache, the logits, and which sequences are due; None where none ever is.
     """
     ends = {name: part for name, part in params.items() if name != "layers"}
-    hidden, positions, real = call(_enter, ends, config, cache.position, tokens, counts)
-    layers, state, before = [], [], None
-    for number, weights in enumerate(params["layers"]):
-        inputs = inputs_of_layer(config, method, number)
-        static = config.of_layer(number), method, inputs
-        rows = alike(cache.layers[number], shape_alone=tokens.shape[1] > 1), cache.state[number]
-        entering = hidden, before if "lookahead" in inputs else None
-        before, (hidden, layer, memory) = (
-            hidden,
-            call(append_to_layer, weights, *static, *rows, *entering, positions, real),
-        )
-        layers.append(as_it_was(layer, cache.layers[number]))
-        state.append(memory)
-    cache = replace(cache, layers=tuple(layers), state=tuple(state))
+    entered = call(_enter, ends, config, cache.position, tokens, counts)
+
+    def run(_: int, *args: Any) -> Any:
+        return call(append_to_layer, *args)
+
+    hidden, cache = through_layers(params, config, method, cache, entered, run, shape_alone=tokens.shape[1] > 1)
     position, logits, late = call(_leave, ends, config, method, cache, hidden, counts, logits)
     return replace(cache, position=position), logits, late
 
