@@ -23,7 +23,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num, Shaped
+from jaxtyping import Array, Float, Int, Num, Shaped
 
 WeightKind = Literal["int8", "int4", "fp8", "mxfp4"]
 PACKED = ("int4", "mxfp4")  # two codes in a byte
@@ -97,11 +97,23 @@ def code_numbers(
     if kind not in PACKED:
         return codes.astype(dtype)[..., None, :, :]
     shifts = jnp.arange(0, 8, 4).reshape(*(1,) * (codes.ndim - 2), 2, 1, 1)
-    halves = codes.astype(jnp.int32)[..., None, :, :] >> shifts & 15
+    return _of_four_bits(codes.astype(jnp.int32)[..., None, :, :] >> shifts & 15, kind, dtype)
+
+
+def half_numbers(
+    codes: Shaped[Array, "*experts rows outputs"], kind: WeightKind, half: int, dtype: Any = jnp.float32
+) -> Num[Array, "*experts rows outputs"]:
+    """`code_numbers` of the first half of each group's inputs, 0, or of the second one, 1; of others there is one."""
+    if kind not in PACKED:
+        return codes.astype(dtype)
+    return _of_four_bits((codes >> 4 * half & 15).astype(jnp.int32), kind, dtype)
+
+
+def _of_four_bits(codes: Int[Array, "..."], kind: WeightKind, dtype: Any) -> Num[Array, "..."]:
     if kind == "int4":
-        return halves.astype(dtype) - 8
+        return codes.astype(dtype) - 8
     # Its bits in those of a float16, whose exponent is offset by 14 more.
-    bits = ((halves & 8) << 12 | (halves & 7) << 9).astype(jnp.uint16)
+    bits = ((codes & 8) << 12 | (codes & 7) << 9).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(dtype) * 2**14
 
 

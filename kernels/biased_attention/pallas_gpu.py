@@ -44,34 +44,20 @@ def biased_attention(
     `sizes` go before what was measured on this device (`kernels.tuning`) and what is computed where nothing was: slots
     of a block and of a split (`span`), warps of a program, and `stages`, blocks on their way at once.
     """
-    check_dtypes("biased_attention", q, *(x for x in (keys, values) if not isinstance(x, Quantised)))
+    _check(q, keys, values)
     batch, tokens, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
-    if q.size == 0 or slots == 0:
-        raise NotImplementedError("The GPU kernel of biased_attention needs queries and slots.")
-    if power_of_two(dim) > 256:
-        raise NotImplementedError(f"The GPU kernel of biased_attention takes D up to 256, got {dim}.")
     queries = tokens * heads // kv_heads
     many = queries >= MANY_QUERIES and not isinstance(keys, Quantised)
     tile = 2 * MOST_QUERIES if many else min(power_of_two(queries, 16), MOST_QUERIES)
     programs = batch * kv_heads * pl.cdiv(queries, tile)
-    stored = as_array(keys)
-    row = {"dim": stored.shape[-1], "itemsize": stored.dtype.itemsize}
-    measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, **row)
-    computed = split_sizes(stored.dtype.itemsize, slots, programs, slots if many else MOST_SPAN)
-    options = computed | ({"warps": 8} if many else {}) | measured | dict(sizes or {})
-    block, span, warps = options["block"], options["span"], options["warps"]
+    options = _sizes(as_array(keys), programs, tile, many) | dict(sizes or {})
+    block, span, warps, stages = (options[name] for name in ("block", "span", "warps", "stages"))
     splits = pl.cdiv(slots, span)
-    end = jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)
-    end = end.astype(jnp.int32)
+    end = (jnp.full((batch * kv_heads,), slots) if length is None else length.reshape(-1)).astype(jnp.int32)
     common: dict[str, Any] = {"block": block, "kv_heads": kv_heads, "stored": None, "soft_cap": soft_cap}
     if isinstance(keys, Quantised):
-        if stored.shape[3] % 2:
-            raise NotImplementedError(
-                f"The GPU kernel of biased_attention reads codes in words of two bytes, got D {dim}."
-            )
         common["stored"] = kind(keys)
-        check_codes("biased_attention", kind(keys))
         keys, values = words.in_words(keys), words.in_words(values)
 
     def flat(x):
@@ -89,7 +75,7 @@ def biased_attention(
         *cache,
         grid=(splits, batch * kv_heads, pl.cdiv(queries, tile)),
         warps=warps,
-        stages=options["stages"],
+        stages=stages,
         interpret=interpret,
     )
     out, lse = call(
@@ -118,6 +104,30 @@ def biased_attention(
         )
         result.append(probs)
     return result[0] if len(result) == 1 else tuple(result)
+
+
+def _check(q, keys, values):
+    """Raise NotImplementedError for what the kernels do not take."""
+    check_dtypes("biased_attention", q, *(x for x in (keys, values) if not isinstance(x, Quantised)))
+    dim, slots = q.shape[3], keys.shape[2]
+    if q.size == 0 or slots == 0:
+        raise NotImplementedError("The GPU kernel of biased_attention needs queries and slots.")
+    if power_of_two(dim) > 256:
+        raise NotImplementedError(f"The GPU kernel of biased_attention takes D up to 256, got {dim}.")
+    if isinstance(keys, Quantised):
+        if as_array(keys).shape[3] % 2:
+            raise NotImplementedError(
+                f"The GPU kernel of biased_attention reads codes in words of two bytes, got D {dim}."
+            )
+        check_codes("biased_attention", kind(keys))
+
+
+def _sizes(stored, programs, tile, many):
+    """What was measured on this device, or is computed where nothing was."""
+    slots, row = stored.shape[2], {"dim": stored.shape[-1], "itemsize": stored.dtype.itemsize}
+    measured = blocks("biased_attention", heads=programs, tile=tile, slots=slots, **row)
+    computed = split_sizes(stored.dtype.itemsize, slots, programs, slots if many else MOST_SPAN)
+    return computed | ({"warps": 8} if many else {}) | measured
 
 
 def split_sizes(itemsize: int, slots: int, programs: int, most_span: int = MOST_SPAN) -> dict[str, int]:
@@ -171,13 +181,14 @@ def _load_rows(rows, stored, head, slot, columns, mask, wide):
     return tiles, plgpu.load(rows.scales.at[(*head, slot)], mask=mask, other=0.0)
 
 
-def _scores(query, keys, degree, head, slot, inside, columns, stored, width, soft_cap):
+def _scores(query, keys, degree, head, slot, inside, columns, stored, width, soft_cap, degree_power=1.0):
     """Biased scores [queries, slots] in units of ln 2, -inf for empty slots, and which slots are not empty."""
     tiles, peak = query
     count = plgpu.load(degree.at[(*head, slot)], mask=inside, other=0.0)
     occupied = count > 0
     key, scale = _load_rows(keys, stored, head, slot, columns, inside, peak is None)
     bias = jnp.log2(jnp.where(occupied, count, 1.0))
+    bias = bias if degree_power == 1 else degree_power * bias
     score: Any = sum(dot(*part, (1, 1)) for part in zip(tiles, key, strict=True))
     score = score if scale is None else score * scale[None, :]
     factor = (LOG2_E if soft_cap is None else 1.0) / math.sqrt(width)
@@ -194,7 +205,7 @@ def _attend(q, keys, values, degree, end, out, lse, *, tile, block, span, kv_hea
 
 def attend_split(
     q, keys, values, degree, end, out, lse, split, head, of_q, first_row,
-    *, tile, block, span, kv_heads, stored, soft_cap, begin=0, slots=None,
+    *, tile, block, span, kv_heads, stored, soft_cap, begin=0, slots=None, degree_power=1.0,
 ):  # fmt: skip
     """Attention of one tile of queries over the slots of one split; of an empty split nothing is written.
 
@@ -213,7 +224,8 @@ def attend_split(
         def read(i):
             slot = first + i * block + arange(block)
             inside, slot = slot < last, begin + slot
-            score, occupied = _scores(query, keys, degree, head, slot, inside, columns, stored, width, soft_cap)
+            how = columns, stored, width, soft_cap, degree_power
+            score, occupied = _scores(query, keys, degree, head, slot, inside, *how)
             value, scale = _load_rows(values, stored, head, slot, columns, occupied, q.dtype == jnp.float32)
             return score, lambda weight: mix(weight, value, scale)
 

@@ -136,12 +136,8 @@ def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, nor
             b, b_inside, b_rows = locate(block, 1, tile)
             sides = (head, a_rows, a_inside, b_rows, b_inside, step)
             if "values" in optional:
-                # Values first, in units of the keys' weight: one tile of sums serves both.
-                value, _ = _products(optional["values"], *sides)
-                a_scale = _scale(number_of("value_squares", a_rows, a_inside)) * (value_weight / weight)
-                a_scale = jnp.minimum(a_scale, jnp.finfo(jnp.float32).max)  # of a row of zeros, beside huge keys
-                b_scale = _scale(number_of("value_squares", b_rows, b_inside))
-                value, _ = _products(features, *sides, value * a_scale[:, None] * b_scale[None, :])
+                squares = number_of("value_squares", a_rows, a_inside), number_of("value_squares", b_rows, b_inside)
+                value = _with_values(features, optional["values"], sides, squares, value_weight / weight)
             else:
                 value, (a_square, b_square) = _products(features, *sides, squared=normalize)
                 if normalize:
@@ -164,6 +160,14 @@ def _kernel(features, first, count, *refs, chunk, tile, a_tile, step, edges, nor
     def _():
         plgpu.store(match.at[head, out], jnp.full((a_tile,), -1, jnp.int32), mask=real)
         plgpu.store(score.at[head, out], jnp.full((a_tile,), -jnp.inf, jnp.float32), mask=real)
+
+
+def _with_values(features, values, sides, squares, share):
+    """Products of keys and, times `share`, cosines of values: these first, so that one tile of sums serves both."""
+    value, _ = _products(values, *sides)
+    a_scale = _scale(squares[0]) * share
+    a_scale = jnp.minimum(a_scale, jnp.finfo(jnp.float32).max)  # of a row of zeros, beside huge keys
+    return _products(features, *sides, value=value * a_scale[:, None] * _scale(squares[1])[None, :])[0]
 
 
 def _products(rows, head, a_rows, a_inside, b_rows, b_inside, step, value=None, squared=False):

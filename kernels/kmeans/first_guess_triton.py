@@ -73,6 +73,22 @@ def first_guess(keys, norms, heads_of, tail_norm, end, present, shape, sizes, in
     return state[0]
 
 
+def _best_two(key, centroids, factor, base):
+    """The best and second best rank of each column over tiles of centroids, for each key."""
+    best: Any = None
+    second: Any = None
+    for i, centroid in enumerate(centroids):
+        # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
+        # begins to be summed up, and all its terms rounded; not so what is subtracted.
+        steps = jax.lax.bitcast_convert_type(dot(key, centroid, (1, 1)) - -BASE, jnp.int32)
+        ranked = steps * factor + (i * centroid.shape[0] + base)
+        if best is None:
+            best, second = ranked, jnp.full_like(ranked, LEAST)
+        else:
+            best, second = jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
+    return best, second
+
+
 def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block, start, tiles, turns):
     """Labels of `turns` tiles of keys by the heads of `tiles` tiles of centroids, which stay in shared memory.
 
@@ -105,20 +121,10 @@ def _nearest(keys, norms, heads_of, tail_norm, end, present, *refs, tile, block,
 
     def body(turn, key):
         following, row = keys_of(turn + 1), rows_of(turn)
-        best: Any = None
-        second: Any = None
         # What was computed is multiplied out of registers; what was only read would go through shared memory, with a
         # fence at every product.
         key *= (row < stop).astype(key.dtype)[:, None]
-        for i, centroid in enumerate(centroids):
-            # Beside a number this large the last bit of a float32 is a step. What is added would be where the product
-            # begins to be summed up, and all its terms rounded; not so what is subtracted.
-            steps = jax.lax.bitcast_convert_type(dot(key, centroid, (1, 1)) - -BASE, jnp.int32)
-            ranked = steps * factor + (i * block + base)
-            if best is None:
-                best, second = ranked, jnp.full((tile, block), LEAST, jnp.int32)
-            else:
-                best, second = jnp.maximum(best, ranked), jnp.maximum(second, jnp.minimum(best, ranked))
+        best, second = _best_two(key, centroids, factor, base)
         best += column[None, :]
         top = jnp.max(best, axis=1)
         runner = jnp.max(jnp.where(best == top[:, None], second, best), axis=1)

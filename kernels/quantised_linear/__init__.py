@@ -5,11 +5,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.kernels.quantised_linear import pallas_gpu, reference
+from clusterkv_jax.kernels.quantised_linear import by_halves, one_row_cpu, pallas_gpu, reference
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.runtime.dispatch import dispatch
 
-BACKENDS = {"gpu": pallas_gpu.quantised_linear, "xla": reference.quantised_linear}
+BACKENDS = {
+    "gpu": pallas_gpu.quantised_linear,
+    "cpu": one_row_cpu.quantised_linear,
+    "tpu": by_halves.quantised_linear,
+    "xla": reference.quantised_linear,
+}
 OF_EXPERTS = {"gpu": pallas_gpu.quantised_experts, "xla": reference.quantised_experts}
 
 

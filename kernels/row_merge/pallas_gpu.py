@@ -52,50 +52,17 @@ def row_merge(
     sizes = SIZES | dict(sizes or {})
     # A head that has overflowed counts rows that are on no list.
     score, match, length = flat(score), flat(match), jnp.minimum(length, entries).reshape(-1)
-    chunks = pl.cdiv(edges, chunk // 2)
-    threshold, last, before = _thresholds(score, merges, length, chunk, chunks, interpret)
-
-    half = chunk // 2
-    listed = jax.ShapeDtypeStruct((batch * heads, chunks * half), jnp.int32)
-    weights = jax.ShapeDtypeStruct(listed.shape, jnp.float32)
-    degree_shape, list_shape = ((batch * heads, *x.shape[2:]) for x in (degree, rows))
-    new_degree, new_rows, total, targets, weight, start, count = call(
-        partial(_plan, half=half, barrier=not interpret),
-        (
-            jax.ShapeDtypeStruct(degree_shape, jnp.float32),
-            jax.ShapeDtypeStruct(list_shape, jnp.int32),
-            weights,
-            listed,
-            weights,
-            listed,
-            listed,
-        ),
-        flat(degree),
-        flat(rows),
-        length,
-        match,
-        score,
-        threshold,
-        last,
-        before,
-        grid=(chunks, batch * heads),
-        warps=sizes["plan_warps"] if half <= 128 else 16,
-        aliases={0: 0},
-        interpret=interpret,
-    )
+    planned = flat(degree), flat(rows), length, match, score, merges
+    new_degree, new_rows, *moves = _planned(*planned, chunk, sizes["plan_warps"], interpret)
     in_place = jax.tree.map(flat, (keys, values, squares))
-    programs = min(pl.cdiv(chunks * half, sizes["moved_rows"]), pl.cdiv(sizes["move_programs"], batch * heads))
+    programs = min(pl.cdiv(moves[0].shape[1], sizes["moved_rows"]), pl.cdiv(sizes["move_programs"], batch * heads))
     outputs = call(
         partial(_move, tile=sizes["moved_rows"], programs=programs),
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), in_place),
         *in_place,
         flat(rows),
         length,
-        total,
-        targets,
-        weight,
-        start,
-        count,
+        *moves,
         grid=(programs, batch * heads),
         warps=sizes["move_warps"],
         aliases={i: i for i in range(len(jax.tree.leaves(in_place)))},
@@ -103,6 +70,40 @@ def row_merge(
     )
     merged = *outputs[:2], new_degree, new_rows, outputs[2]
     return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[1:]), merged)
+
+
+def _planned(degree, rows, length, match, score, merges, chunk, warps, interpret):
+    """Degrees and rows after the merges, and for each row that moves: total, target, weight, and its edges' start and
+    count.
+    """
+    half, chunks = chunk // 2, pl.cdiv(score.shape[1], chunk // 2)
+    listed = jax.ShapeDtypeStruct((len(score), chunks * half), jnp.int32)
+    weights = jax.ShapeDtypeStruct(listed.shape, jnp.float32)
+    threshold, last, before = _thresholds(score, merges, length, chunk, chunks, interpret)
+    return call(
+        partial(_plan, half=half, barrier=not interpret),
+        (
+            jax.ShapeDtypeStruct(degree.shape, jnp.float32),
+            jax.ShapeDtypeStruct(rows.shape, jnp.int32),
+            weights,
+            listed,
+            weights,
+            listed,
+            listed,
+        ),
+        degree,
+        rows,
+        length,
+        match,
+        score,
+        threshold,
+        last,
+        before,
+        grid=(chunks, len(score)),
+        warps=warps if half <= 128 else 16,
+        aliases={0: 0},
+        interpret=interpret,
+    )
 
 
 def _thresholds(

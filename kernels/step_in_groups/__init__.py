@@ -28,6 +28,7 @@ def step_in_groups(
     heads: tuple[tuple[int, ...], ...],
     largest: int | None = None,
     soft_cap: float | None = None,
+    degree_power: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B 1 H D"], Float[Array, "B 1 H"], tuple[Buffers, ...], tuple[Int[Array, "B _"], ...]]:
     """`append_rows` to each group of KV heads, then `biased_attention` over all of its rows.
@@ -43,6 +44,7 @@ def step_in_groups(
         heads: static; the KV heads of each group, every head in one of them.
         largest: static; no head has more slots in pages than that, by default all.
         soft_cap: static, as in `biased_attention`.
+        degree_power: static; the bias of a row is so many times the logarithm of its degree.
 
     Returns:
         output and log-sum-exp of all query heads, the buffers with the token's rows in them, and what the heads hold
@@ -53,5 +55,5 @@ def step_in_groups(
         NotImplementedError: if `backend` was named and cannot serve the call.
     """
     operands = q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first
-    options = {"heads": heads, "largest": largest, "soft_cap": soft_cap}
+    options = {"heads": heads, "largest": largest, "soft_cap": soft_cap, "degree_power": degree_power}
     return dispatch("step_in_groups", BACKENDS, backend, *operands, **options)

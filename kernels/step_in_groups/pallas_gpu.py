@@ -36,7 +36,7 @@ MOST_QUERIES = 64  # query heads of a KV head
 
 def step_in_groups(
     q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first=None,
-    *, heads, largest=None, soft_cap=None, sizes=None, interpret=False,
+    *, heads, largest=None, soft_cap=None, degree_power=1.0, sizes=None, interpret=False,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.step_in_groups.step_in_groups`; `sizes` as in `biased_attention`."""
     rows = [x for group in buffers for x in group[:2]]
@@ -55,13 +55,13 @@ def step_in_groups(
             )
     elif new_keys.dtype not in DTYPES:
         raise NotImplementedError(f"The GPU kernel of step_in_groups takes no rows of {new_keys.dtype}.")
-    options = heads, largest, soft_cap, tuple((sizes or {}).items()), interpret
+    options = heads, largest, (soft_cap, degree_power), tuple((sizes or {}).items()), interpret
     return _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first):
-    heads, largest, soft_cap, sizes, interpret = options
+    heads, largest, bias, sizes, interpret = options
     coded = isinstance(new_keys, Quantised)
     turns = coded and is_packed(new_keys)
     stored = kind(new_keys) if coded else None
@@ -73,7 +73,7 @@ def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buff
     held = tuple((*in_words(keys, values), *beside) for keys, values, *beside in buffers)
     q = rotated(q) if turns else q
     where = heads, first, largest
-    out, lse, held, lengths = _stepped(q, new, held, lengths, where, stored, soft_cap, dict(sizes), interpret)
+    out, lse, held, lengths = _stepped(q, new, held, lengths, where, stored, bias, dict(sizes), interpret)
 
     def back(x):
         return words.out_of_words(x, as_array(new_keys).dtype) if coded else x
@@ -85,14 +85,16 @@ def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buff
 @_run.defjvp
 def _run_jvp(options, operands, tangents):
     """A kernel cannot be differentiated, the reference can."""
-    heads, largest, soft_cap, *_ = options
-    definition = partial(reference.step_in_groups, heads=heads, largest=largest, soft_cap=soft_cap)
+    heads, largest, (soft_cap, degree_power), *_ = options
+    how = {"heads": heads, "largest": largest, "soft_cap": soft_cap, "degree_power": degree_power}
+    definition = partial(reference.step_in_groups, **how)
     return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
-def _stepped(q, new, buffers, lengths, where, stored, soft_cap, sizes, interpret):
+def _stepped(q, new, buffers, lengths, where, stored, bias, sizes, interpret):
     """Buffers and lengths change where they lie: a sum beside the kernels would have lengths copied at every step."""
     heads, first, largest = where
+    soft_cap, degree_power = bias
     batch, _, query_heads, dim = q.shape
     kv_heads = sum(map(len, heads))
     queries = query_heads // kv_heads
@@ -115,6 +117,7 @@ def _stepped(q, new, buffers, lengths, where, stored, soft_cap, sizes, interpret
         "tile": options["tile"],
         "stored": stored,
         "soft_cap": soft_cap,
+        "degree_power": degree_power,
     } | common
 
     def like(tree):
@@ -200,6 +203,10 @@ def _attend(
         def _():
             of_head(group, length, head, head, 0, split, begin, slots)
 
+        @pl.when((split == 0) & (slots == 0))  # of a sequence that never came
+        def _():
+            ends[row, head] = length[row, head] + real[row, 0].astype(jnp.int32)
+
         return
     for mine, count, length, group in zip(heads, splits, lengths, buffers, strict=True):
         number = program - first
@@ -215,11 +222,12 @@ def _attend(
 def _split_of(program, firsts, row, all_slots, page, span, kv_heads):
     """Whose split a program reads of heads in pages, which one, and where the head's slots begin and how many it has.
 
-    A program beyond the last split gets one that its head does not have.
+    A head without slots has one split, too. A program beyond the last gets one that its head does not have.
     """
     head = arange(power_of_two(kv_heads))
     begin, slots = _slots_of(firsts, row, head, all_slots, page, kv_heads)
-    count = jnp.where(head < kv_heads, jax.lax.div(slots + jnp.int32(span - 1), jnp.int32(span)), 0)
+    count = jnp.maximum(jax.lax.div(slots + jnp.int32(span - 1), jnp.int32(span)), 1)
+    count = jnp.where(head < kv_heads, count, 0)
     earlier = head[None, :] < head[:, None]
     before = jnp.sum(jnp.where(earlier, count[None, :], 0), axis=1, dtype=jnp.int32)
     place = jnp.sum(((head < kv_heads) & (before <= program)).astype(jnp.int32), dtype=jnp.int32) - 1

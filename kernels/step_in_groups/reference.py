@@ -5,17 +5,18 @@ import jax.numpy as jnp
 
 from clusterkv_jax.kernels.append_rows import append_rows
 from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.degrees import raised
 from clusterkv_jax.kernels.ordinals import ordinals
 
 
 def step_in_groups(
     q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first=None,
-    *, heads, largest=None, soft_cap=None,
+    *, heads, largest=None, soft_cap=None, degree_power=1.0,
 ):  # fmt: skip
     """See `clusterkv_jax.kernels.step_in_groups.step_in_groups`."""
     if first is not None:
         token = q, new_keys, new_values, new_positions, real, new_scores
-        return _step_in_pages(*token, buffers[0], lengths[0], first, largest, soft_cap)
+        return _step_in_pages(*token, buffers[0], lengths[0], first, largest, soft_cap, degree_power)
     batch, _, query_heads, dim = q.shape
     kv_heads = sum(map(len, heads))
     by_kv_head = q.reshape(batch, 1, kv_heads, -1, dim)
@@ -34,7 +35,8 @@ def step_in_groups(
         token = of_heads(new_keys), of_heads(new_values), new_positions, real
         group = append_rows(keys, values, degree, positions, length, *token, scores, own)
         queries = by_kv_head[:, :, index].reshape(batch, 1, -1, dim)
-        part = biased_attention(queries, group[0], group[1], group[2], end, soft_cap=soft_cap, return_lse=True)
+        rows = group[0], group[1], raised(group[2], degree_power)
+        part = biased_attention(queries, *rows, end, soft_cap=soft_cap, return_lse=True)
         out = out.at[:, :, index].set(part[0].reshape(batch, 1, len(mine), -1, dim))
         lse = lse.at[:, :, index].set(part[1].reshape(batch, 1, len(mine), -1))
         after.append(group)
@@ -42,7 +44,7 @@ def step_in_groups(
 
 
 def _step_in_pages(
-    q, new_keys, new_values, new_positions, real, new_scores, buffers, length, first, largest, soft_cap
+    q, new_keys, new_values, new_positions, real, new_scores, buffers, length, first, largest, soft_cap, degree_power
 ):  # fmt: skip
     """The rows of each head are copied into slots of their own; the token's stand behind them here as there."""
     batch, pages, page = buffers[2].shape
@@ -66,5 +68,6 @@ def _step_in_pages(
     own = None if scores is None else new_scores
     after = append_rows(keys, values, degree, positions, before, new_keys, new_values, new_positions, real, scores, own)
     within = jnp.minimum(end, capacity)
-    out, lse = biased_attention(q, *after[:3], within, soft_cap=soft_cap, return_lse=True)
+    rows = *after[:2], raised(after[2], degree_power)
+    out, lse = biased_attention(q, *rows, within, soft_cap=soft_cap, return_lse=True)
     return out, lse, (jax.tree.map(put, buffers, after),), (end,)
