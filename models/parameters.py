@@ -29,16 +29,20 @@ class TensorSpec:
     init: Callable[..., Array]
 
 
-# Dimensions of a product's weights that are inputs: so many first ones, or the last one of q, k and v.
+# Dimensions of a product's weights that are inputs: so many first ones, or the last one.
 LINEAR_INPUTS = {"o": 2, "gate": 1, "up": 1, "down": 1}
+LAST_IS_INPUT = ("q", "k", "v", "lm_head")
 
 
 def input_axes(name: str, spec: TensorSpec) -> tuple[int, ...] | None:
-    """Which dimensions of a parameter that a layer multiplies with are inputs, by its own name; None for any other."""
+    """Which dimensions of a parameter are the inputs of a product, by its own name; None for what is no product's.
+
+    Routers are none: they choose, by few numbers. Nor is a head that is the table of embeddings.
+    """
     first = int(spec.axes[:1] == ("experts",))
     if name in LINEAR_INPUTS:
         return tuple(range(first, first + LINEAR_INPUTS[name]))
-    return (len(spec.shape) - 1,) if name in ("q", "k", "v") else None
+    return (len(spec.shape) - 1,) if name in LAST_IS_INPUT else None
 
 
 def abstract(config: ModelConfig) -> Params:

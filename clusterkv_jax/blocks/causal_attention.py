@@ -72,11 +72,12 @@ def last_queries_attention(
 
 def attention_with_lse(
     q: Float[Array, "B T H D"],
-) -> Callable[..., tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]] | None:
+) -> Callable[..., tuple[Float[Array, "B H T D"], Float[Array, "B H T"]]] | None:
     """The library's attention of these queries to other rows than their own, None where this device has none.
 
-    What is returned takes (q, keys, values, lengths), rows [B,K,N,D] of which a query sees the first `lengths`; with
-    None it sees the rows up to its own. It gives the output and the log-sum-exp of the scores in float32.
+    What is returned takes (queries, keys, values, lengths), heads first: queries [B,H,T,D], and rows [B,K,N,D] of which
+    a query sees the first `lengths`; with None it sees the rows up to its own. It gives the output and the log-sum-exp
+    of the scores in float32. Caches have heads first, and another order would be a copy of them.
     """
     return dispatch("attention_with_lse", {"gpu": _with_lse_by_cudnn, "xla": lambda _: None}, None, q)
 
@@ -88,9 +89,9 @@ def _with_lse_by_cudnn(q: Array) -> Callable[..., tuple[Array, Array]]:
     def attention(q: Array, keys: Array, values: Array, lengths: Array | None) -> tuple[Array, Array]:
         kind, options = "CAUSAL", {}
         if lengths is not None:
-            queries = jnp.full(len(q), q.shape[1], jnp.int32)
+            queries = jnp.full(len(q), q.shape[2], jnp.int32)
             kind, options = "PADDING", {"q_seqlen": queries, "kv_seqlen": lengths.astype(jnp.int32)}
-        return _cudnn_with_lse(q, keys.swapaxes(1, 2), values.swapaxes(1, 2), kind, **options)
+        return _cudnn_with_lse(q, keys, values, kind, qkv_layout="BNTH", **options)
 
     return attention
 
@@ -278,11 +279,11 @@ def _moved() -> str | None:
     return "this JAX has its module elsewhere" if _cudnn_module() is None else None
 
 
-def _cudnn_with_lse(q: Array, k: Array, v: Array, mask: str, **lengths: Array) -> tuple[Array, Array]:
+def _cudnn_with_lse(q: Array, k: Array, v: Array, mask: str, **options: Any) -> tuple[Array, Array]:
     """Attention of q [B,T,H,D] to k, v [B,N,K,D] and the log-sum-exp of its scores, f32 [B,H,T]."""
     cudnn = _cudnn_module()
-    options = {"scale": q.shape[-1] ** -0.5, "mask_type": cudnn.MaskType[mask], "return_residual": True}
-    return cudnn.dot_product_attention(q, k, v, **options, **lengths)
+    options |= {"scale": q.shape[-1] ** -0.5, "mask_type": cudnn.MaskType[mask], "return_residual": True}
+    return cudnn.dot_product_attention(q, k, v, **options)
 
 
 @jax.custom_vjp

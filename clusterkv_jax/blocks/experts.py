@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.blocks.config import ClampedSwiglu, Experts
-from clusterkv_jax.blocks.gpu import check_numbers
+from clusterkv_jax.blocks.gpu import MOST, check_numbers
 from clusterkv_jax.blocks.linear import linear, ragged_linear
 from clusterkv_jax.blocks.quantised_linear import partitions
+from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised_linear import quantised_experts
 from clusterkv_jax.kernels.weight_codes import is_coded
 from clusterkv_jax.runtime.dispatch import LeftToXLA, dispatch
@@ -108,18 +109,39 @@ def route(
     logits = (logits if bias is None else logits + bias[None, None]).astype(jnp.float32)
     if experts.sigmoid:
         scores = jax.nn.sigmoid(logits)
-        _, chosen = jax.lax.top_k(
-            scores if choice_bias is None else scores + choice_bias[None, None].astype(scores.dtype), experts.per_token
-        )
+        ranked = scores if choice_bias is None else scores + choice_bias[None, None].astype(scores.dtype)
+        _, chosen = _best(ranked, experts.per_token)
         shares = jnp.take_along_axis(scores, chosen, axis=-1)
     elif experts.normalize:  # among those that are chosen, so that all others need no exponentials
-        best, chosen = jax.lax.top_k(logits, experts.per_token)
+        best, chosen = _best(logits, experts.per_token)
         return chosen, experts.scale * jax.nn.softmax(best, axis=-1)
     else:
-        shares, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts.per_token)
+        shares, chosen = _best(jax.nn.softmax(logits, axis=-1), experts.per_token)
     if experts.normalize:
         shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
     return chosen, shares if experts.scale == 1 else experts.scale * shares
+
+
+def _best(
+    scores: Float[Array, "B T E"], count: int
+) -> tuple[Float[Array, "B T per_token"], Int[Array, "B T per_token"]]:
+    """The greatest of each token's scores and their experts, of equal ones the first."""
+    best, chosen = dispatch("best_experts", {"gpu": _by_rank, "xla": jax.lax.top_k}, None, scores, count)
+    return best, chosen
+
+
+def _by_rank(scores: Array, count: int) -> tuple[Array, Array]:
+    """Each score compared with all others. On a GPU that is two launches of few tokens, where a sort takes four."""
+    if scores.shape[0] * scores.shape[1] > MOST:
+        raise LeftToXLA(f"Scores of few tokens are compared with each other, got {scores.shape}.")
+    number = ordinals(scores.shape[-1], 4)
+    one, others = scores[..., :, None], scores[..., None, :]
+    ahead = (others > one) | ((others == one) & (number < jnp.swapaxes(number, 2, 3)))
+    places = jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+    chosen = places[..., None, :] == jnp.swapaxes(ordinals(count, 4), 2, 3)
+    best = jnp.max(jnp.where(chosen, others, -jnp.inf), axis=-1)
+    # The greatest, so that it is an expert's number whatever the scores are.
+    return best, jnp.max(jnp.where(chosen, number, 0), axis=-1)
 
 
 def _gated(clamp: ClampedSwiglu | None, activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:

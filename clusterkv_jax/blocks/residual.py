@@ -28,8 +28,9 @@ def add_output(
     """Hidden states and what a block, "attention" or "mlp", adds to them: its last product, bias, norm and scale."""
     name, split = LAST[block]
     weights, bias = layer[block][name], layer[block].get(f"{name}_bias")
-    if bias is None and config.norm_place == "before" and config.residual_scale == 1:
-        return row_parallel(x, weights, split, onto=hidden)
+    if config.norm_place == "before" and config.residual_scale == 1:
+        # A bias is added to what is there already, not behind the product that is waited for.
+        return row_parallel(x, weights, split, onto=hidden if bias is None else hidden + bias[None, None])
     out = row_parallel(x, weights, split)
     return hidden + post_norm(layer, block, config, out if bias is None else out + bias[None, None])
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.layers import Layer, LayerCache, PagedHeads, WindowCache, group_heads, groups
 from clusterkv_jax.kernels.biased_attention import biased_attention
+from clusterkv_jax.kernels.degrees import raised
 from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.runtime.checks import check_queries
 from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision
@@ -167,7 +168,7 @@ def _attend_rows(
     """
 
     def attend(q: Array, layer: LayerCache, length: Array) -> tuple[Array, ...]:
-        rows = (layer.keys, layer.values, _raised(layer.degree, degree_power), length)
+        rows = (layer.keys, layer.values, raised(layer.degree, degree_power), length)
         return biased_attention(q, *rows, soft_cap=soft_cap, return_lse=True, return_probs=return_probs)
 
     mesh = ambient_mesh()
@@ -189,13 +190,6 @@ def _attend_rows(
         return _combined(out, lse, apart)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(queries, rows), out_specs=out, check_vma=False)(q, layer)
-
-
-def _raised(degree: Float[Array, "B K C"], power: float) -> Float[Array, "B K C"]:
-    """The degrees whose logarithms are `power` times as large; those that are stored sum to the tokens seen."""
-    if power == 1:
-        return degree
-    return jnp.where(degree > 0, degree**power, 0.0)  # 0 ** 0 is 1, and an empty slot stays empty
 
 
 def _combined(

@@ -30,8 +30,7 @@ def attend_chunk(layer: Layer, tokens: StepInputs, *, plain: bool) -> Float[Arra
     if library is None:
         among = attend_new(q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
     else:
-        out, lse = library(q, k, v, None)
-        among = out, jnp.swapaxes(lse, 1, 2)
+        among = _tokens_first(*library(jnp.swapaxes(q, 1, 2), k, v, None))
     if library is not None and isinstance(layer, PagedHeads):
         layer = _in_equal_slots(layer)
     if library is None or not plain or not isinstance(layer, LayerCache | HeadGroups):
@@ -51,20 +50,22 @@ def _in_equal_slots(layer: PagedHeads) -> LayerCache:
 
 def _by_library(
     library: Callable[..., Any], layer: LayerCache | HeadGroups, q: Array
-) -> tuple[Float[Array, "B T H D"], Array]:
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """`attend_cache` of rows that all count alike."""
     joined = _joined(layer, q.dtype)
     batch, tokens, heads, dim = q.shape
-    kv_heads = joined.length.shape[1]
-    alone = jnp.moveaxis(q.reshape(batch, tokens, kv_heads, -1, dim), 2, 1).reshape(batch * kv_heads, tokens, -1, dim)
-    keys, values = (x.reshape(batch * kv_heads, 1, *x.shape[2:]) for x in (joined.keys, joined.values))
+    rows = batch * joined.length.shape[1]
+    alone = jnp.swapaxes(q, 1, 2).reshape(rows, -1, tokens, dim)
+    keys, values = (x.reshape(rows, 1, *x.shape[2:]) for x in (joined.keys, joined.values))
     out, lse = library(alone, keys, values, joined.length.reshape(-1))
+    out, lse = _tokens_first(out.reshape(batch, heads, tokens, dim), lse.reshape(batch, heads, tokens))
+    return out, with_mean(lse, q, joined.key_mean)
 
-    def of_tokens(x: Array) -> Array:  # [B K, T, G, ...] -> [B, T, H, ...]
-        x = jnp.moveaxis(x.reshape(batch, kv_heads, *x.shape[1:]), 1, 2)
-        return x.reshape(batch, tokens, heads, *x.shape[4:])
 
-    return of_tokens(out), with_mean(of_tokens(jnp.swapaxes(lse, 1, 2)), q, joined.key_mean)
+def _tokens_first(
+    out: Float[Array, "B H T D"], lse: Float[Array, "B H T"]
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
 def _joined(layer: LayerCache | HeadGroups, dtype: jnp.dtype) -> LayerCache:

@@ -19,8 +19,9 @@ from clusterkv_jax.cache.kinds import alike, as_it_was
 from clusterkv_jax.cache.layers import KVCache, Layer, State, StepInputs, overflowed
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import placed, placed_state, room_of_sequences, step_layer
+from clusterkv_jax.methods.driver import placed, placed_state, step_layer
 from clusterkv_jax.methods.plan import inputs_of_layer
+from clusterkv_jax.methods.recompression import room_of_sequences
 from clusterkv_jax.models import decoder
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
@@ -50,6 +51,9 @@ def append_step(
     hidden, cache = through_layers(params, config, method, cache, entered, run)
     cache = replace(cache, layers=placed(method, cache.layers), position=cache.position + counts)
     return cache, leave(params, config, cache, hidden, counts, at)
+
+
+append_step_jit = jit(static_argnames=("config", "method"), donate_argnames=("cache",))(append_step)
 
 
 def next_tokens(
@@ -93,20 +97,23 @@ def through_layers(
     run: Callable[..., Any],
     *,
     shape_alone: bool = False,
+    rows_of: Callable[[int], tuple[Layer, tuple[State | None, ...]]] | None = None,
 ) -> tuple[Float[Any, "B T M"], KVCache]:
     """What the last layer says of tokens that have `entered`, and the cache with their rows.
 
     `run` takes a layer's number and the arguments of `step_one_layer`; `shape_alone` is that of `kinds.alike`.
+    `rows_of` gives a layer and its state when it is their turn, in place of those of the cache.
     """
     hidden, positions, real = entered
     layers, state, before = [], [], None
     for number, weights in enumerate(params["layers"]):
         inputs = inputs_of_layer(config, method, number)
-        rows = alike(cache.layers[number], shape_alone=shape_alone), cache.state[number]
+        held, memory = (cache.layers[number], cache.state[number]) if rows_of is None else rows_of(number)
+        rows = alike(held, shape_alone=shape_alone), memory
         entering = hidden, before if "lookahead" in inputs else None
         args = weights, config.of_layer(number), method, inputs, *rows, *entering, positions, real
         before, (hidden, layer, memory) = hidden, run(number, *args)
-        layers.append(as_it_was(layer, cache.layers[number]))
+        layers.append(as_it_was(layer, held))
         state.append(memory)
     return hidden, replace(cache, layers=tuple(layers), state=tuple(state))
 
@@ -176,6 +183,7 @@ def append_layerwise(
     counts: Int[Any, " B"],
     logits: Float[Any, "B V"] | None = None,
     *,
+    rows_of: Callable[[int], tuple[Layer, tuple[State | None, ...]]] | None = None,
     call: Callable[..., Any] = lambda program, *args: program(*args),
 ) -> tuple[KVCache, Float[Any, "B V"], Bool[Any, " B"] | None]:
     """`append_step` by programs that layers share; not for use in a jit. The cache is donated, layer by layer.
@@ -183,6 +191,7 @@ def append_layerwise(
     Args:
         params, config, method, cache, tokens, counts: as in `append_step`.
         logits: of sequences that no token enters; donated.
+        rows_of: as in `through_layers`.
         call: runs the programs, or compiles them.
 
     Returns:
@@ -194,7 +203,8 @@ def append_layerwise(
     def run(_: int, *args: Any) -> Any:
         return call(append_to_layer, *args)
 
-    hidden, cache = through_layers(params, config, method, cache, entered, run, shape_alone=tokens.shape[1] > 1)
+    options: Any = {"shape_alone": tokens.shape[1] > 1, "rows_of": rows_of}
+    hidden, cache = through_layers(params, config, method, cache, entered, run, **options)
     position, logits, late = call(_leave, ends, config, method, cache, hidden, counts, logits)
     return replace(cache, position=position), logits, late
 

@@ -9,6 +9,7 @@ import shutil
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -99,7 +100,10 @@ class ContextStore:
         self.config, self.method, self.limits = config, method, limits
         self._folder, self._lock = (None, None) if folder is None else own_folder(Path(folder), "contexts-")
         self._held: dict[Place, OrderedDict[int, PrefillResult]] = {place: OrderedDict() for place in PLACES}
-        self._leaving: list[int] = []  # contexts whose arrays are on their way to the host
+        # Contexts on their way to the host, in a thread that takes one array after the other: tokens of streams, which
+        # come the same way, pass between two of them.
+        self._leaving: OrderedDict[int, tuple[PrefillResult, Future[Any]]] = OrderedDict()
+        self._mover = ThreadPoolExecutor(1, "clusterkv-contexts")
         # Of contexts that are garbage, which any thread may collect; who leads other processes drops them for all.
         self.unreachable: deque[int] = deque()
         self.drops_unreachable = True
@@ -140,6 +144,9 @@ class ContextStore:
         """Forget all contexts and remove their folder."""
         for held in self._held.values():
             held.clear()
+        for _, moving in self._leaving.values():
+            moving.cancel()
+        self._leaving.clear()
         if self._folder is not None and self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.release()
@@ -170,10 +177,9 @@ class ContextStore:
 
     def _lower(self, number: int, result: PrefillResult, place: Place) -> None:
         if place == "host":
-            for x in jax.tree.leaves((result.cache, result.logits)):
-                x.copy_to_host_async()
             self._held["host"][number] = result
-            self._leaving.append(number)
+            moving = self._mover.submit(jax.tree.map, np.asarray, (result.cache, result.logits))
+            self._leaving[number] = result, moving
             return
         try:
             saving.save(self._path(number), result.cache, self.config, self.method)
@@ -183,13 +189,15 @@ class ContextStore:
         self._held["disk"][number] = replace(result, cache=shapes, logits=jax.tree.map(np.asarray, result.logits))
 
     def _let_go(self) -> None:
-        """Let go of device arrays whose copies on the host were begun at an earlier call, so that nobody waited."""
-        held = self._held["host"]
-        for number in self._leaving:
-            if (result := held.get(number)) is not None:
-                cache, logits = jax.tree.map(np.asarray, (result.cache, result.logits))
-                held[number] = replace(result, cache=cache, logits=logits)
-        self._leaving.clear()
+        """Let go of device arrays that are on the host by now; of as many as the device has room for nobody waits."""
+        held, left = self._held["host"], sum(result.nbytes for result, _ in self._leaving.values())
+        for number, (result, moving) in list(self._leaving.items()):
+            if moving.done() or left > self.limits["device"]:
+                cache, logits = moving.result()
+                if held.get(number) is result:
+                    held[number] = replace(result, cache=cache, logits=logits)
+                left -= result.nbytes
+                del self._leaving[number]
 
     def _on_device(self, number: int, result: PrefillResult, place: Place) -> PrefillResult | None:
         """What was read, on the device; None if its file is gone or damaged."""

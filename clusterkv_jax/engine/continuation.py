@@ -13,8 +13,9 @@ from clusterkv_jax.engine.contexts import PrefillResult
 from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.room import room_behind
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import due, placed, placed_state, recompress, with_budget
+from clusterkv_jax.methods.driver import placed, placed_state, with_budget
 from clusterkv_jax.methods.plan import budgets_by_head, rows_of_request
+from clusterkv_jax.methods.recompression import due, recompress
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.control_flow import cond_in_place

@@ -35,7 +35,7 @@ from clusterkv_jax.text.prompts import as_chat
 from clusterkv_jax.text.tokenizer import Tokens, encode
 
 # Tokens that a slot has room for beside an answer; a longer turn enters in parts.
-ROOM = 1024
+ROOM = 256
 Message = Mapping[str, str]
 
 

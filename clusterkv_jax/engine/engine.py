@@ -59,7 +59,7 @@ class Engine:
         max_waiting: most requests in the queue; `add` works on them until there is room for one more.
         max_waiting_bytes: most bytes of their tokens, likewise.
         device_bytes: what weights, slots, a prompt and contexts may take; by default what the device has, if it says.
-        context_bytes: of the contexts on the device; by default two slots' worth.
+        context_bytes: of the contexts on the device; by default two slots' worth, or half of what all else leaves.
         context_host_bytes: of those in the host's memory.
         context_disk_bytes: of those in `context_folder`.
         context_folder: a folder that exists, for contexts that no memory has room for; None leaves them out.

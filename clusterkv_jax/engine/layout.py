@@ -18,7 +18,8 @@ from clusterkv_jax.methods.request import LayerPlan, request_of_model
 from clusterkv_jax.runtime.checks import check_counts, check_flag
 from clusterkv_jax.runtime.errors import shown
 
-# Contexts that the device has room for where nobody says how many bytes.
+# Where nobody says how many bytes contexts may take on the device: those of so many slots at least, and half of what
+# all else leaves there. To move them to the host takes as long as many steps.
 DEVICE_CONTEXTS = 2
 
 
@@ -104,6 +105,7 @@ def make_layout(
     check_prompts(config, method, replace(request, lengths=lengths[:1]), np.empty(0, np.int64))
     plans = slot_plans(config, method, request)
     one, logits = template(params, config, method, plans, width, **sizes)
+    limit = device_limit() if device_bytes is None else device_bytes
     contexts = DEVICE_CONTEXTS * tree_bytes((one, logits)) if context_bytes is None else context_bytes
     reading = prefill_chunk, prefill_tokens, gate
     read_at_once = width if gate is None else min(gate.window, width)
@@ -111,5 +113,8 @@ def make_layout(
     if gate is not None:
         held = reading_bytes(config, params["embed"].dtype, method, plans, gate)
         memory = replace(memory, prompt=memory.prompt + held)
-    check_memory(memory, device_limit() if device_bytes is None else device_bytes, slots)
+    check_memory(memory, limit, slots)
+    if context_bytes is None and limit is not None:
+        contexts = max(contexts, (limit - memory.total + contexts) // 2)
+        memory = replace(memory, contexts=contexts)
     return EngineLayout(slots, limits, width + limits.reserve, plans, one, logits, contexts, memory, *reading)

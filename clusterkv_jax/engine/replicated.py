@@ -24,7 +24,7 @@ Tell = Callable[[str], None]
 Hear = Callable[[], str]
 
 
-class Call(msgspec.Struct, omit_defaults=True):
+class EngineCall(msgspec.Struct, omit_defaults=True):
     """A call of an engine; `resume` ends a pause within one, and `close` is the last."""
 
     name: Literal["submit", "cancel", "cancel_all", "step", "read", "compact", "drop", "resume", "close"]
@@ -65,61 +65,61 @@ class LeadingEngine(Engine):
         question = request.question if request.batch.questions else None
         how: Any = {"params": request.params, "seed": request.read_seed, "stream": request.stream}
         how["keep"] = request.keep
-        self._tell(Call("submit", request.request_id, context, tokens, question, **how))
+        self._tell(EngineCall("submit", request.request_id, context, tokens, question, **how))
         return super().submit(request, on_output)
 
     @override
     def cancel(self, request_id: int) -> None:
-        self._tell(Call("cancel", request_id))
+        self._tell(EngineCall("cancel", request_id))
         super().cancel(request_id)
 
     @override
     def cancel_all(self) -> None:
-        self._tell(Call("cancel_all"))
+        self._tell(EngineCall("cancel_all"))
         super().cancel_all()
 
     @override
     def step(self) -> None:
-        self._tell(Call("step"))
+        self._tell(EngineCall("step"))
         super().step()
 
     @override
     def read(self, text: Any, *, seed: int = 0, max_new_tokens: int | None = None, **texts: Any) -> Context:
-        self._tell(Call("read", tokens=list(text), seed=seed, max_new_tokens=max_new_tokens))
+        self._tell(EngineCall("read", tokens=list(text), seed=seed, max_new_tokens=max_new_tokens))
         return super().read(text, seed=seed, max_new_tokens=max_new_tokens, **texts)
 
     @override
     def drop(self, context: Context) -> None:
-        self._tell(Call("drop", context=context.number))
+        self._tell(EngineCall("drop", context=context.number))
         super().drop(context)
 
     @override
     def compact(self, context: Context) -> Context:
-        self._tell(Call("compact", context=context.number))
+        self._tell(EngineCall("compact", context=context.number))
         return super().compact(context)
 
     @override
     def on_pause(self, function: Callable[[], None]) -> None:
         def pause() -> None:
             function()
-            self._tell(Call("resume"))
+            self._tell(EngineCall("resume"))
 
         super().on_pause(pause)
 
     @override
     def close(self) -> None:
         super().close()
-        self._tell(Call("close"))
+        self._tell(EngineCall("close"))
 
-    def _tell(self, call: Call) -> None:
+    def _tell(self, call: EngineCall) -> None:
         garbage = self._contexts.unreachable
         while garbage:
             number = garbage.popleft()
-            self._send(Call("drop", context=number))
+            self._send(EngineCall("drop", context=number))
             self._contexts.drop(number)
         self._send(call)
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: EngineCall) -> None:
         self._tell_others(msgspec.json.encode(call).decode())
 
 
@@ -128,7 +128,7 @@ def follow(model: Model, hear: Hear, **options: Any) -> None:
     engine = FollowingEngine(model, **_options(options))
 
     def calls_until(last: str) -> None:
-        while (call := msgspec.json.decode(hear(), type=Call)).name != last:
+        while (call := msgspec.json.decode(hear(), type=EngineCall)).name != last:
             with suppress(ValueError, MemoryError):  # the caller of process 0 has it
                 engine.make(call)
 
@@ -144,7 +144,7 @@ class FollowingEngine(Engine):
         super().__init__(model, **options)
         self.held = dict[int, Context]()
 
-    def make(self, call: Call) -> None:
+    def make(self, call: EngineCall) -> None:
         """Make a call of the leading engine."""
         match call.name:
             case "submit":

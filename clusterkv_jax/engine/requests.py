@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.decoding import check_prompts
 from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Limits
 from clusterkv_jax.engine.logits import AllowedTokens
 from clusterkv_jax.engine.params import SamplingParams
 from clusterkv_jax.generation.batch import Batch, make_batch
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.plan import repeats
+from clusterkv_jax.methods.plan import check_prompts, repeats
 from clusterkv_jax.methods.request import RequestShape, request_of_model
 from clusterkv_jax.runtime.errors import counted, shown
 from clusterkv_jax.runtime.prng import MOST_SEED

@@ -7,6 +7,7 @@ import numpy as np
 
 from clusterkv_jax.cache.kinds import first_pages, never_fills, rows_by_head, slots_by_head
 from clusterkv_jax.cache.layers import KVCache, groups
+from clusterkv_jax.runtime.sharding import fetch
 
 # Of caches whose method makes room for tokens as they come.
 ENDLESS = 2**31
@@ -26,29 +27,32 @@ def fits(cache: KVCache, one: KVCache) -> bool:
 
 def room_behind(cache: KVCache, one: KVCache, step_tokens: int) -> int:
     """Tokens that may follow in a slot that holds a cache which fits it; `step_tokens` enter at once."""
-    rooms = [
-        _room(group, memory, slot, step_tokens)
+    counts = [
+        _counts(group, memory, slot)
         for layer, state, slots in zip(cache.layers, cache.state, one.layers, strict=True)
         if not never_fills(slots)
         for group, memory, slot in zip(groups(layer), state, groups(slots), strict=True)
     ]
-    return min(rooms, default=ENDLESS)
+    # All at once: to wait for each of them would take longer than a step.
+    return min((_room(step_tokens=step_tokens, **each) for each in fetch(counts)), default=ENDLESS)
 
 
-def _room(group: Any, memory: Any, slot: Any, step_tokens: int) -> int:
-    """Of one group of heads: what its method never fills is endless."""
+def _counts(group: Any, memory: Any, slot: Any) -> dict[str, Any]:
+    """Of the heads of a group: rows, slots, and from how many rows on its method makes room, where it does."""
     # Which of as many pages belong to a head is the group's own.
     pool = slot if first_pages(slot) is None else group
-    held, slots = np.asarray(rows_by_head(group)), np.asarray(slots_by_head(pool))
+    makes_room = memory is not None and "indexed" not in memory
+    due, budget = ((memory or {}).get(name) if makes_room else None for name in ("due", "budget"))
+    return {"held": rows_by_head(group), "slots": slots_by_head(pool), "due": due, "budget": budget}
+
+
+def _room(held: Any, slots: Any, due: Any, budget: Any, step_tokens: int) -> int:
+    """Of one group of heads: what its method never fills is endless."""
+    held, slots = np.asarray(held), np.asarray(slots)
     most = slots + 1
-
-    def of_heads(name: str) -> np.ndarray:
-        return np.asarray(memory[name]).reshape(len(held), -1)
-
-    if memory is not None and "indexed" not in memory:
-        if "due" in memory:
-            most = np.maximum(held, of_heads("due") - 1) + step_tokens
-        elif "budget" in memory:
-            most = np.maximum(held, of_heads("budget")) + 1
+    if due is not None:
+        most = np.maximum(held, due.reshape(len(held), -1) - 1) + step_tokens
+    elif budget is not None:
+        most = np.maximum(held, budget.reshape(len(held), -1)) + 1
     short = np.broadcast_to(most > slots, held.shape)
     return int(np.broadcast_to(slots - held, short.shape)[short].min()) if np.any(short) else ENDLESS

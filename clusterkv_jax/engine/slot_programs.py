@@ -32,11 +32,11 @@ from clusterkv_jax.engine.logits import Logprobs, counts_of, logprobs_of
 from clusterkv_jax.engine.sampling import SamplingState, draw
 from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import placed, placed_state, room_of_sequences
+from clusterkv_jax.methods.driver import placed, placed_state
 from clusterkv_jax.methods.families.recall import SHORT_ANSWER
 from clusterkv_jax.methods.heads_as_batch import cut
 from clusterkv_jax.methods.plan import plan_of_layer
-from clusterkv_jax.methods.recompression import recompress_late
+from clusterkv_jax.methods.recompression import recompress_late, room_of_sequences
 from clusterkv_jax.methods.request import LayerPlan, RequestShape
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params

@@ -7,10 +7,13 @@ The first `window` tokens are read whole. One program takes each chunk after the
 rows of a layer back to their budget, whatever the length of the prompt.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
@@ -18,7 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 from clusterkv_jax.cache.kinds import alike, as_it_was
 from clusterkv_jax.cache.layers import KVCache, Layer, State
 from clusterkv_jax.decoding import prefill
-from clusterkv_jax.decoding.appending import append_layerwise
+from clusterkv_jax.decoding.appending import append_layerwise, append_to_layer
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.gating import (
@@ -30,9 +33,10 @@ from clusterkv_jax.methods.gating import (
     renumber,
     rows_beside,
     settle,
+    settle_pages,
     while_reading,
 )
-from clusterkv_jax.methods.plan import check_prompts, plans_of_width
+from clusterkv_jax.methods.plan import budgets_by_head, check_prompts, plans_of_width
 from clusterkv_jax.methods.request import LayerPlan, RequestShape, row_bytes
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
@@ -216,40 +220,83 @@ def read_chunk(
 
     The lists of the state before are taken over.
     """
-    config, call, chunk = plan.config, plan.call, plan.gate.chunk
-    if rows is not None:
-        _to_budgets(plan, plan.reader, state.layers, state.states, state.seen, rows)
-    cache, position = state.cache, state.position
+    config, call, chunk, position = plan.config, plan.call, plan.gate.chunk, state.position
     if plan.gate.renumber and position + chunk + plan.request.reserve > config.max_positions:
-        cache = call(renumber, cache, config.ropes)
-        position = max(group.capacity for own in plan.reading for group in own.groups)
-    cache, logits, _ = append_layerwise(params, config, plan.reader, cache, tokens, counts, state.logits, call=call)
+        for i in range(config.num_layers):
+            _to_budget(plan, plan.reader, state, rows, i)
+        state = _renumbered(plan, state)
+        rows, position = None, max(group.capacity for own in plan.reading for group in own.groups)
+    # A layer returns to its budget when it is its turn: the host, which is no faster than these short programs, has
+    # begun the next one while a device still takes the chunk through the layer before.
+    turn: Any = {"rows_of": partial(_to_budget, plan, plan.reader, state, rows), "call": _in_step(call)}
+    empty = KVCache((), (), state.seen)
+    cache, logits, _ = append_layerwise(params, config, plan.reader, empty, tokens, counts, state.logits, **turn)
     return GatedState(list(cache.layers), list(cache.state), cache.position, logits, position + chunk)
 
 
 def settled(plan: GatedPlan, state: GatedState, rows: tuple[Int[np.ndarray, "B groups stages"], ...]) -> KVCache:
     """What has been read, with so many rows in the slots that they have while decoding. Lists are taken over."""
     layers, states = state.layers, state.states
-    _to_budgets(plan, plan.method, layers, states, state.seen, tuple(budgets[..., 0] for budgets in rows))
+    first = tuple(budgets[..., 0] for budgets in rows)
     for i, (own, budgets) in enumerate(zip(plan.plans, rows, strict=True)):
-        layers[i], states[i] = plan.call(settle, plan.method, own, layers[i], states[i], budgets)
+        layers[i], states[i] = _settled_layer(plan, own, *_to_budget(plan, plan.method, state, first, i), budgets)
     return KVCache(tuple(layers), tuple(states), state.seen)
 
 
-def _to_budgets(
+def _settled_layer(
+    plan: GatedPlan,
+    own: LayerPlan,
+    layer: Any,
+    state: Any,
+    rows: Int[np.ndarray, "B groups stages"],
+) -> tuple[Any, Any]:
+    if (pool := own.pool) is None:
+        return plan.call(settle, plan.method, own, layer, state, rows)
+    fixed = plan.method, own.by_head, pool.count, pool.slots
+    new = np.asarray(budgets_by_head(own, rows)[0]), np.asarray(pool.first, np.int32)
+    layer, state = plan.call(settle_pages, *fixed, alike(layer), state, *new)
+    return replace(layer, head_slots=pool.head_slots), state
+
+
+def _to_budget(
     plan: GatedPlan,
     method: Method,
-    layers: list[Any],
-    states: list[Any],
-    seen: Int[Any, " B"],
-    rows: tuple[Int[np.ndarray, "B groups"], ...],
-) -> None:
-    """Every layer with so many rows, one after the other, so that one alone is there twice; in plans all are shapes."""
-    for i, rope in enumerate(plan.config.ropes):
-        own, budgets, shares = of_layer(plan.reading[i], rows[i])
-        held = alike(layers[i]), states[i], budgets, shares, seen, rope
-        after, states[i] = plan.call(back_to_budget, method, own, *held)
-        layers[i] = as_it_was(after, layers[i])
+    state: GatedState,
+    rows: tuple[Int[np.ndarray, "B groups"], ...] | None,
+    number: int,
+) -> tuple[Any, Any]:
+    """A layer with so many rows, and its state, which take the place of those before; in plans all are shapes.
+
+    One layer after the other, so that one alone is there twice. Without `rows` it stays as it is.
+    """
+    layers, states = state.layers, state.states
+    if rows is not None:
+        own, budgets, shares = of_layer(plan.reading[number], rows[number])
+        held = alike(layers[number]), states[number], budgets, shares, state.seen, plan.config.ropes[number]
+        after, states[number] = plan.call(back_to_budget, method, own, *held)
+        layers[number] = as_it_was(after, layers[number])
+    return layers[number], states[number]
+
+
+def _in_step(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with the host two layers ahead of a device: what a program replaces is free only when it has run."""
+    begun: deque[Any] = deque()
+
+    def run(program: Callable[..., Any], *args: Any) -> Any:
+        result = call(program, *args)
+        if program is append_to_layer:
+            begun.append(result[0])  # hidden states, which no later program takes over
+            if len(begun) > 2:
+                jax.block_until_ready(begun.popleft())
+        return result
+
+    return run
+
+
+def _renumbered(plan: GatedPlan, state: GatedState) -> GatedState:
+    """The same with rows at positions one behind the other."""
+    cache = plan.call(renumber, state.cache, plan.config.ropes)
+    return state._replace(layers=list(cache.layers), states=list(cache.state), seen=cache.position)
 
 
 def _on_host(tokens: Any, lengths: Any) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:

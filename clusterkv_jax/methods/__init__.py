@@ -1,23 +1,8 @@
 """Compression methods: a short file per paper, and the pieces that a method of your own is made of."""
 
-from clusterkv_jax.methods.base import (
-    Compressed as Compressed,
-)
-from clusterkv_jax.methods.base import (
-    Method as Method,
-)
-from clusterkv_jax.methods.base import (
-    Protected as Protected,
-)
-from clusterkv_jax.methods.base import (
-    Rows as Rows,
-)
-from clusterkv_jax.methods.base import (
-    Schedule as Schedule,
-)
-from clusterkv_jax.methods.base import (
-    recompress_every as recompress_every,
-)
+from clusterkv_jax.methods.base import Compressed as Compressed
+from clusterkv_jax.methods.base import Method as Method
+from clusterkv_jax.methods.base import Rows as Rows
 from clusterkv_jax.methods.families.clustering import Clustering as Clustering
 from clusterkv_jax.methods.families.eviction import (
     Eviction as Eviction,
@@ -34,5 +19,8 @@ from clusterkv_jax.methods.families.eviction import (
 from clusterkv_jax.methods.families.recall import Recall as Recall
 from clusterkv_jax.methods.families.scored import Scored as Scored
 from clusterkv_jax.methods.registry import *
+from clusterkv_jax.methods.schedule import Protected as Protected
+from clusterkv_jax.methods.schedule import Schedule as Schedule
+from clusterkv_jax.methods.schedule import recompress_every as recompress_every
 
 every = recompress_every  # its earlier name

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 from typing_extensions import override
 
-from clusterkv_jax.methods.base import Schedule, StorageKind, recompress_every
+from clusterkv_jax.methods.base import StorageKind
 from clusterkv_jax.methods.families.eviction import (
     best_of_layer,
     best_rows,
@@ -18,6 +18,7 @@ from clusterkv_jax.methods.families.eviction import (
     share_of,
     unprotected,
 )
+from clusterkv_jax.methods.schedule import Schedule, recompress_every
 from clusterkv_jax.methods.snapkv import SnapKV
 from clusterkv_jax.runtime.errors import check_fields, is_number, is_one_of
 

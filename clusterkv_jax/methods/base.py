@@ -15,24 +15,21 @@ The order in which the members are called is in `driver`, which no method overri
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from typing_extensions import override
 
-from clusterkv_jax.budget import Budget, rows_for, share_table
-from clusterkv_jax.cache.attention import attend_cache, attend_new, combine, with_sinks
-from clusterkv_jax.cache.kinds import AnyGroup, append, append_scored
-from clusterkv_jax.cache.layers import Group, LayerCache, State, StepInputs, compact
-from clusterkv_jax.methods.request import GroupPlan, RequestShape, all_heads
+from clusterkv_jax.budget import Budget
+from clusterkv_jax.cache.layers import Group, State, StepInputs, compact
+from clusterkv_jax.methods.budgets import check_budgets, head_rows
+from clusterkv_jax.methods.request import GroupPlan, RequestShape
+from clusterkv_jax.methods.schedule import Protected, Schedule
+from clusterkv_jax.methods.steps import append_and_attend
 from clusterkv_jax.methods.storage import Storage
-from clusterkv_jax.runtime.errors import counted
 from clusterkv_jax.runtime.sharding import over_heads
 
 # What the rows of a group are: tokens as they were; centroids of several; tokens in pages that heads share; tokens
@@ -47,66 +44,6 @@ StorageKind = Literal["tokens", "centroids", "pages", "moved", "index", "host"]
 Input = Literal["queries", "hidden", "scores", "repetition", "lookahead", "selection", "heads", "layers", "key"]
 
 EARLIER_NAMES = {"holds": "storage", "needs": "inputs", "remember": "init_state"}
-
-
-@dataclass(frozen=True)
-class Protected:
-    """Rows that are never dropped or merged: the first `sinks` and the last `recent` or `window`, by these names.
-
-    A budget must leave `spare` rows beside them.
-    """
-
-    sinks: int | None = None
-    recent: int | None = None
-    window: int | None = None
-    min_free: int = 1
-
-    @property
-    def first(self) -> int:
-        """Rows at the start."""
-        return self.sinks or 0
-
-    @property
-    def last(self) -> int:
-        """Rows at the end."""
-        return (self.recent or 0) + (self.window or 0)
-
-    @property
-    def fewest(self) -> int:
-        """The fewest rows that a budget must leave."""
-        return self.first + self.last + self.min_free
-
-    @override
-    def __str__(self) -> str:
-        """As error messages name them: "sinks + recent = 16 + 64"."""
-        named = {"sinks": self.sinks, "recent": self.recent, "window": self.window}
-        counts = {name: count for name, count in named.items() if count is not None} or {"protected rows": 0}
-        return f"{' + '.join(counts)} = {' + '.join(map(str, counts.values()))}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When a group of heads returns to its budget B while decoding; `recompress_every` makes the usual one.
-
-    Attributes:
-        kind: "append": never. "interval": when it holds B + `interval` rows. "token": each token beyond B drops a row.
-            "ring": each token beyond B takes the slot of another row.
-        interval: rows beyond B.
-        slack: a prompt of n tokens is compressed if n >= B + slack.
-        rounding: rows beyond B that rounding may leave.
-    """
-
-    kind: Literal["append", "interval", "token", "ring"] = "append"
-    interval: int = 0
-    slack: int = 0
-    rounding: int = 0
-
-
-def recompress_every(interval: int | None, slack: int = 0, rounding: int = 0) -> Schedule:
-    """Back to B at B + `interval` rows; None appends for ever."""
-    if interval is None:
-        return Schedule(slack=slack, rounding=rounding)
-    return Schedule("interval", interval, slack, rounding)
 
 
 @jax.tree_util.register_dataclass
@@ -240,121 +177,3 @@ class Method(Storage):
     def step(self, group: Any, state: State, tokens: StepInputs) -> tuple[Float[Array, "B T H D"], Any, State]:
         """New tokens enter a group of heads that has a state, and attend."""
         return append_and_attend(group, state, tokens)
-
-
-def head_rows(budget: Budget, lengths: np.ndarray, layer: int, request: RequestShape, fewest: int = 0) -> np.ndarray:
-    """B of each prompt and KV head of a layer by its shares, i64 [lengths, K], none below `fewest` (see `Budget`)."""
-    if budget.shares is None:
-        first, of = [0], None
-    else:
-        shares = share_table(budget, request.num_layers, request.num_kv_heads)[layer]
-        first, of = np.unique(shares, return_index=True, return_inverse=True)[1:]
-    columns = [
-        rows_for(
-            budget,
-            lengths,
-            request.max_new_tokens,
-            bytes_per_row=request.bytes_per_row,
-            layer=layer,
-            head=int(head),
-            num_layers=request.num_layers,
-            num_heads=request.num_kv_heads,
-            fewest=fewest,
-        )
-        for head in first
-    ]
-    return all_heads(columns[0], request.num_kv_heads) if len(columns) == 1 else np.stack(columns, axis=1)[:, of]
-
-
-def check_budgets(
-    method: Method, lengths: np.ndarray, request: RequestShape, budget_rows: Callable[..., np.ndarray]
-) -> None:
-    """Raise ValueError if a prompt that is or will be compressed has no room beside its protected rows, by these
-    budgets: `budget_rows(lengths, layer, request)`.
-    """
-    schedule, protected = method.schedule, method.protected
-    for layer in range(request.num_layers):
-        rows = budget_rows(lengths, layer, request)
-        returns = np.zeros(rows.shape, bool)
-        if schedule.kind != "append" and method.forgets:
-            beyond = schedule.interval if schedule.kind == "interval" else 1
-            returns = lengths[:, None] + request.reserve >= rows + beyond
-        impossible = ((rows < lengths[:, None]) | returns) & (rows < protected.fewest)
-        if impossible.any():
-            at, head = np.argwhere(impossible)[0]
-            raise ValueError(
-                f"{type(method).__name__}: a prompt of {counted(lengths[at], 'token')} has a budget of "
-                f"{counted(max(0, rows[at, head]), 'row')}, which must be more than {protected}."
-            )
-
-
-# --- how tokens enter ---
-
-
-def append_and_attend(
-    group: AnyGroup, state: Any, tokens: StepInputs, *, apart: bool = True
-) -> tuple[Float[Array, "B T H D"], AnyGroup, Any]:
-    """The step of most methods: the tokens stand behind the rows there are, and attend to all of them.
-
-    So do their scores, where the state has those of the rows.
-    """
-    longer, state = append_with_scores(group, state, tokens, apart=apart)
-    how = tokens.soft_cap, tokens.degree_power
-    if tokens.q.shape[1] == 1:
-        return with_sinks(attend_cache(longer, tokens.q, *how), tokens.sink_logits), longer, state
-    among = attend_new(tokens.q, tokens.k, tokens.v, tokens.real, tokens.soft_cap)
-    attended = combine(attend_cache(group, tokens.q, *how), among, tokens.sink_logits)
-    return attended, longer, state
-
-
-def append_tokens(group: AnyGroup, tokens: StepInputs, *, apart: bool = False) -> AnyGroup:
-    """The new tokens behind the rows there are; `apart` for methods whose steps do nothing else with a cache."""
-    return append(group, *_new_rows(tokens), apart=apart)
-
-
-def append_with_scores(group: Any, state: Any, tokens: StepInputs, *, apart: bool) -> tuple[Any, Any]:
-    """`append_tokens`, and their scores where the state has those of the rows."""
-    if state is None or "scores" not in state:
-        return append_tokens(group, tokens, apart=apart), state
-    assert tokens.scores is not None
-    new = *_new_rows(tokens), jnp.swapaxes(tokens.scores, 1, 2)
-    longer, scores = append_scored(group, state["scores"], *new, apart=apart)
-    return longer, state | {"scores": scores}
-
-
-def _new_rows(tokens: StepInputs) -> tuple[Array, Array, Array, Array]:
-    return jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2), tokens.positions, tokens.real
-
-
-def slots_shardable(method: "Method") -> bool:
-    """Whether devices may share the slots of a head: steps only append to the rows there are and attend to them."""
-    return method.schedule.kind in ("append", "interval") and method.storage in ("tokens", "centroids", "moved")
-
-
-def is_by_head(method: "Method", num_layers: int) -> bool:
-    """Whether heads of unequal budgets may be compressed as sequences of their own: each knows of no other, and steps
-    only append to rows and attend to them.
-    """
-    beside = {"heads", "selection", "hidden"}  # other heads, what they pass on to later layers, and what is large
-    alone = slots_shardable(method) and method.storage != "moved"
-    return alone and not any(beside & method.inputs(layer) for layer in range(num_layers))
-
-
-def one_by_one(
-    step: Callable[[LayerCache, State, StepInputs], tuple[Array, LayerCache, State]],
-    group: LayerCache,
-    state: State,
-    tokens: StepInputs,
-) -> tuple[Float[Array, "B T H D"], LayerCache, State]:
-    """T tokens through a step that takes one: for methods that drop rows at every token."""
-    if tokens.q.shape[1] == 1:
-        return step(group, state, tokens)
-
-    def body(carry, token):
-        group, state = carry
-        attended, group, state = step(group, state, replace(token, sink_logits=tokens.sink_logits))
-        return (group, state), attended[:, 0]
-
-    by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], replace(tokens, sink_logits=None))
-    (group, state), attended = jax.lax.scan(body, (group, state), by_token)
-    return jnp.moveaxis(attended, 0, 1), group, state

@@ -15,8 +15,10 @@ from clusterkv_jax.cache.layers import LayerCache, StepInputs, take_rows
 from clusterkv_jax.cache.slots import get_slots
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored, dequantised
-from clusterkv_jax.methods.base import Compressed, Input, Rows, Schedule, State, append_tokens, one_by_one
+from clusterkv_jax.methods.base import Compressed, Input, Rows, State
 from clusterkv_jax.methods.families.streaming import Streaming, replace_row
+from clusterkv_jax.methods.schedule import Schedule
+from clusterkv_jax.methods.steps import append_tokens, one_by_one
 from clusterkv_jax.runtime import prng
 from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.scores import group_mean, over_query_blocks

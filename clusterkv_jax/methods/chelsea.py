@@ -7,9 +7,10 @@ import numpy as np
 from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
-from clusterkv_jax.methods.base import Schedule, head_rows, recompress_every
+from clusterkv_jax.methods.budgets import head_rows
 from clusterkv_jax.methods.families.clustering import Clustering
 from clusterkv_jax.methods.request import RequestShape
+from clusterkv_jax.methods.schedule import Schedule, recompress_every
 from clusterkv_jax.runtime.errors import check_fields, counted, is_count, is_number
 
 

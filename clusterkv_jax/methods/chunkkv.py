@@ -12,9 +12,10 @@ from typing_extensions import override
 
 from clusterkv_jax.budget import MOST_ROWS
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Input, Protected, Rows
+from clusterkv_jax.methods.base import Input, Rows
 from clusterkv_jax.methods.families.eviction import Windowed, unprotected, window_of
 from clusterkv_jax.methods.request import RequestShape
+from clusterkv_jax.methods.schedule import Protected
 from clusterkv_jax.methods.snapkv import snap_scores
 from clusterkv_jax.runtime.errors import check_fields, counted, is_count, is_one_of
 from clusterkv_jax.scores import as_ranked, chunk_sums, group_mean, window_scores

@@ -18,18 +18,11 @@ from clusterkv_jax.kernels.index_scores import index_scores
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.select_rows import select_rows
 from clusterkv_jax.kmeans import cluster
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Protected,
-    Rows,
-    Schedule,
-    State,
-    StorageKind,
-    one_by_one,
-    recompress_every,
-)
+from clusterkv_jax.methods.base import Compressed, Rows, State, StorageKind
 from clusterkv_jax.methods.families.recall import Index, Recall, by_kv_head, unless_over
 from clusterkv_jax.methods.request import RequestShape
+from clusterkv_jax.methods.schedule import Protected, Schedule, recompress_every
+from clusterkv_jax.methods.steps import one_by_one
 from clusterkv_jax.runtime import prng
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of
 from clusterkv_jax.runtime.host_memory import check_host_store

@@ -11,8 +11,9 @@ from typing_extensions import override
 
 from clusterkv_jax.learned import compactor, draw_sketch
 from clusterkv_jax.learned.expected import before_rotation
-from clusterkv_jax.methods.base import Input, Protected, Rows
+from clusterkv_jax.methods.base import Input, Rows
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.methods.schedule import Protected
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 
 

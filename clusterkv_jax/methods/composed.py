@@ -10,20 +10,11 @@ from typing_extensions import override
 from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.layers import StepInputs, resize
 from clusterkv_jax.learned.repetition import Frame, Instruction, Repetition
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Input,
-    Method,
-    Protected,
-    Rows,
-    Schedule,
-    State,
-    StorageKind,
-    append_and_attend,
-    compacted,
-)
+from clusterkv_jax.methods.base import Compressed, Input, Method, Rows, State, StorageKind, compacted
 from clusterkv_jax.methods.full import Full
 from clusterkv_jax.methods.request import RequestShape, all_heads
+from clusterkv_jax.methods.schedule import Protected, Schedule
+from clusterkv_jax.methods.steps import append_and_attend
 from clusterkv_jax.methods.streamingllm import moved_back
 from clusterkv_jax.runtime.errors import check_fields, counted
 

@@ -2,8 +2,7 @@
 
     compress_layer   a prompt's keys and values -> a cache of one group of heads, or several, and the states of these
     compress_heads   the same of heads with budgets of their own, before they stand in pages (`heads_as_batch`)
-    step_layer       new tokens enter every group and attend
-    due, recompress  one condition for all layers, and the way back to the budget of the sequences that are due
+    step_layer       new tokens enter every group and attend; the way back to the budget is in `recompression`
 
 A group's state is None where its tokens are only ever appended. Otherwise it is what the method makes of it, and of a
 method with a schedule `budget`, B of each sequence, and `due`, the rows at which the group is compressed again.
@@ -16,18 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.cache.attention import MOST_QUERIES, join_heads, query_heads
 from clusterkv_jax.cache.chunk_attention import attend_chunk
 from clusterkv_jax.cache.kinds import (
     first_pages,
-    head_slots,
     is_compressible,
     is_part,
-    rows_by_head,
-    rows_held,
     splits_slots,
     store,
     with_groups,
@@ -35,10 +30,8 @@ from clusterkv_jax.cache.kinds import (
 from clusterkv_jax.cache.layers import (
     Group,
     HeadGroups,
-    KVCache,
     Layer,
     LayerCache,
-    PagedHeads,
     State,
     StepInputs,
     from_tokens,
@@ -49,19 +42,11 @@ from clusterkv_jax.cache.layers import (
 )
 from clusterkv_jax.cache.sliding_window import ring, step_window
 from clusterkv_jax.methods import heads_as_batch
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Method,
-    Rows,
-    append_and_attend,
-    append_with_scores,
-    compacted,
-    is_by_head,
-    slots_shardable,
-)
+from clusterkv_jax.methods.base import Compressed, Method, Rows, compacted
 from clusterkv_jax.methods.plan import budgets_by_head
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan
-from clusterkv_jax.runtime.control_flow import sequenced
+from clusterkv_jax.methods.sharing import slots_shardable
+from clusterkv_jax.methods.steps import append_and_attend, append_with_scores
 from clusterkv_jax.runtime.sharding import constrain, constrain_cache
 
 
@@ -266,152 +251,10 @@ def _step_chunk(
         mine = tokens if len(state) == 1 else _of_heads(tokens, heads)
         parts.append(append_with_scores(group, group_state, mine, apart=slots_shardable(method)))
     longer, states = zip(*parts, strict=True)
-    return attend_chunk(layer, tokens, plain=method.storage == "tokens"), with_groups(layer, longer), states
-
-
-def due(method: Method, cache: KVCache) -> Bool[Array, ""] | None:
-    """Scalar: must the cache be compressed now? None, statically, where that never happens while decoding."""
-    room = _least_room(cache)
-    return jnp.any(jnp.stack([jnp.any(heads <= 0) for heads in room])) if room else None
-
-
-def steps_until_due(method: Method, cache: KVCache) -> Int[Array, ""] | None:
-    """The fewest steps of a token that can make the cache due; none or less where it is. None as in `due`."""
-    room = _least_room(cache)
-    return jnp.min(jnp.stack([jnp.min(heads) for heads in room])) if room else None
-
-
-def room_of_sequences(method: Method, cache: KVCache) -> Int[Array, " B"] | None:
-    """`steps_until_due` of each sequence."""
-    room = _least_room(cache)
-    return jnp.min(jnp.stack([jnp.min(heads, axis=1) for heads in room]), axis=0) if room else None
-
-
-def _least_room(cache: KVCache) -> list[Int[Array, "B heads"]]:
-    """The least of all layers, for each number of heads: devices that share heads then tell each other one number, not
-    one of each layer.
-    """
-    room: dict[tuple[int, ...], Int[Array, "B heads"]] = {}
-    for layer, state in zip(cache.layers, cache.state, strict=True):
-        for heads in _room(layer, state).values():
-            room[heads.shape] = jnp.minimum(room[heads.shape], heads) if heads.shape in room else heads
-    return list(room.values())
-
-
-def _late(layer: Layer, state: tuple[State | None, ...]) -> dict[int, Bool[Array, ""]]:
-    """Whether any sequence is due, of the layer's groups that can ever be."""
-    return {i: jnp.any(heads <= 0) for i, heads in _room(layer, state).items()}
-
-
-def _room(layer: Layer, state: tuple[State | None, ...]) -> dict[int, Int[Array, "B heads"]]:
-    """Rows that each head takes until it is due, of the layer's groups that can ever be; of heads that share a budget
-    all at once.
-
-    Every head is asked, though all hold equally many: the first one may be another device's.
-    """
-    room = {}
-    for i, (group, group_state) in enumerate(zip(groups(layer), state, strict=True)):
-        if group_state is not None and "due" in group_state:
-            room[i] = group_state["due"].reshape(len(group.length), -1) - rows_by_head(group)
-    return room
-
-
-@jax.named_scope("recompress")
-def recompress(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...]) -> KVCache:
-    """Bring every sequence that is due back to its budget; the others stay as they are, bit for bit.
-
-    `ropes` are the rotations of each layer, for methods that score rows by queries of other positions.
-    """
-    layers, states, selection, number, earlier = [], [], None, -1, jnp.array(False)
-    by_heads = is_by_head(method, sum(map(is_compressible, cache.layers)))
-    for layer, state, rope in zip(cache.layers, cache.state, ropes, strict=True):
-        if not is_compressible(layer):
-            layers.append(layer)
-            states.append(state)
-            continue
-        number += 1
-        late = _late(layer, state)
-        if late and by_heads and head_slots(layer) is not None:
-
-            def alone(held, rope=rope):
-                return recompress_alone(method, *held, cache.position, rope)
-
-            earlier, (layer, state) = sequenced(earlier, late[0], alone, (layer, state))
-        else:
-            before = selection if "selection" in method.inputs(number) else None
-            layer, state, here = recompress_layer(method, layer, state, cache.position, rope, before)
-            selection = here if before is None else before
-        layers.append(layer)
-        states.append(state)
-    return replace(cache, layers=placed(method, tuple(layers)), state=placed_state(method, tuple(states)))
-
-
-@partial(jax.jit, static_argnames=("method", "rope", "in_place"))
-def recompress_layer(
-    method: Method,
-    layer: Layer,
-    state: tuple[State | None, ...],
-    position: Int[Array, " B"],
-    rope: Rope | None,
-    selection: tuple[Any, ...] | None,
-    *,
-    in_place: bool = True,
-) -> tuple[Layer, tuple[State | None, ...], tuple[Any, ...]]:
-    """Equal layers are traced once. Rows move where they lie, or into new memory, which takes a GPU fewer launches."""
-    befores = (None,) * len(state) if selection is None else selection
-    parts = [
-        _recompress_group(method, group, group_state, position, rope, before, in_place=in_place)
-        for group, group_state, before in zip(groups(layer), state, befores, strict=True)
-    ]
-    layer = with_groups(layer, [part.cache for part in parts])
-    return layer, tuple(part.state for part in parts), tuple(part.selection for part in parts)
-
-
-@partial(jax.jit, static_argnames=("method", "rope"))
-def recompress_alone(
-    method: Method, layer: PagedHeads, state: tuple[State | None, ...], position: Int[Array, " B"], rope: Rope | None
-) -> tuple[PagedHeads, tuple[State | None, ...]]:
-    """Every head as a sequence of its own."""
-    (group_state,) = state
-    assert group_state is not None
-    heads = (*heads_as_batch.copies(layer, group_state), position)
-    done = heads_as_batch.in_turns(lambda tree: recompress_heads(method, *tree, rope), heads)
-    layer, group_state = heads_as_batch.put_back(layer, *done)
-    return layer, (group_state,)
-
-
-@partial(jax.jit, static_argnames=("method", "rope"))
-def recompress_heads(
-    method: Method, cache: LayerCache, state: heads_as_batch.ByHead, position: Int[Array, " B"], rope: Rope | None
-) -> tuple[LayerCache, heads_as_batch.ByHead]:
-    """Heads as sequences of their own. Those of all layers, if in equal slots, are traced once."""
-    heads = cache.length.shape[1]
-    each = jax.tree.map(partial(heads_as_batch.alone, kv_heads=heads), cache)
-    state = heads_as_batch.remembered_alone(state)
-    part = _recompress_group(method, each, state, jnp.repeat(position, heads), rope, None)
-    return heads_as_batch.together(part.cache, part.state, heads)
-
-
-def _recompress_group(
-    method: Method,
-    group: Group,
-    state: State | None,
-    position: Int[Array, " B"],
-    rope: Rope | None,
-    selection: Any,
-    *,
-    in_place: bool = True,
-) -> Compressed:
-    if state is None or "due" not in state:
-        return Compressed(group, state)
-    group, held = constrain_cache((group, state))  # as after the prompt
-    counts = rows_held(group)
-    target = jnp.where(counts >= held["due"], held["budget"], counts)
-    slots = group.degree.shape[2]
-    plan = GroupPlan((), slots, most_rows=slots, rope=rope)
-    result = method.recompress(Rows(group, target, position, held, selection=selection, plan=plan))
-    result = compacted(result, in_place=in_place)
-    return replace(result, state=held | (result.state or {}))
+    # The rows of before, read where the new ones stand behind them: XLA might copy what is read as it was.
+    pairs = zip(groups(layer), longer, strict=True)
+    before = with_groups(layer, [replace(old, keys=new.keys, values=new.values) for old, new in pairs])
+    return attend_chunk(before, tokens, plain=method.storage == "tokens"), with_groups(layer, longer), states
 
 
 def placed(method: Method, layers: Any) -> Any:

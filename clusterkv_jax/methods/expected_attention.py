@@ -18,8 +18,10 @@ from clusterkv_jax.learned.expected import (
     joined_moments,
     query_moments,
 )
-from clusterkv_jax.methods.base import Input, Protected, Rows, State, append_and_attend
+from clusterkv_jax.methods.base import Input, Rows, State
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.methods.schedule import Protected
+from clusterkv_jax.methods.steps import append_and_attend
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 
 

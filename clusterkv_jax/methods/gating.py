@@ -31,19 +31,15 @@ from clusterkv_jax.cache.layers import (
     resize,
 )
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Method, Protected, Rows, Schedule, recompress_every, slots_shardable
-from clusterkv_jax.methods.driver import (
-    placed,
-    placed_state,
-    recompress_alone,
-    recompress_layer,
-    scheduled,
-    with_budget,
-)
+from clusterkv_jax.methods.base import Method, Rows
+from clusterkv_jax.methods.driver import placed, placed_state, scheduled, with_budget
 from clusterkv_jax.methods.families.eviction import Eviction
-from clusterkv_jax.methods.heads_as_batch import OF_SLOTS, remembered, repaged
+from clusterkv_jax.methods.heads_as_batch import OF_SLOTS, moved_to_pages, remembered
 from clusterkv_jax.methods.plan import aligned, budgets_by_head, few_sizes, pool_of, rows_of_request
+from clusterkv_jax.methods.recompression import recompress_alone, recompress_layer
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, RequestShape
+from clusterkv_jax.methods.schedule import Protected, Schedule, recompress_every
+from clusterkv_jax.methods.sharing import slots_shardable
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.programs import jit
 from clusterkv_jax.runtime.sharding import slot_ways
@@ -259,13 +255,6 @@ def settle(
     """A layer that is read and at its budget, in the slots that it has while decoding, with what is remembered then."""
     if not is_compressible(layer):
         return layer, state
-    if plan.pool is not None:
-        assert plan.by_head is not None
-        own = None if state[0] is None else _own(method, state[0])
-        layer, (group_state,) = repaged(layer, (own,), plan.pool)
-        of_heads = jnp.asarray(budgets_by_head(plan, budgets)[0])
-        group_state = None if own is None else scheduled(method, group_state or {}, plan.by_head, of_heads)
-        return placed(method, layer), placed_state(method, (group_state,))
     caches = [resize(group, of_group.capacity) for group, of_group in zip(groups(layer), plan.groups, strict=True)]
     kept = [
         _remembered(method, of_group, group_state, jnp.asarray(budgets[:, i]))
@@ -273,6 +262,24 @@ def settle(
     ]
     layer = with_groups(layer, caches)
     return placed(method, layer), placed_state(method, tuple(kept))
+
+
+@jit(static_argnames=("method", "plan", "count", "page"))
+def settle_pages(
+    method: Method,
+    plan: GroupPlan,
+    count: int,
+    page: int,
+    layer: PagedHeads,
+    state: tuple[State | None, ...],
+    budgets: Int[Array | np.ndarray, "B K stages"],
+    first: Int[Array | np.ndarray, " K"],
+) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    """`settle` of heads in `count` pages, each from its `first` on: layers of other budgets are one program."""
+    own = None if state[0] is None else _own(method, state[0])
+    layer, (group_state,) = moved_to_pages(layer, (own,), first, count, page)
+    group_state = None if own is None else scheduled(method, group_state or {}, plan, jnp.asarray(budgets))
+    return placed(method, layer), placed_state(method, (group_state,))
 
 
 def _remembered(method: Method, plan: GroupPlan, state: State | None, budgets: Int[Array, "B stages"]) -> State | None:

@@ -13,19 +13,11 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.attention import attend_with_probabilities, with_sinks
 from clusterkv_jax.cache.layers import LayerCache, StepInputs, take_rows
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Input,
-    Method,
-    Protected,
-    Rows,
-    Schedule,
-    State,
-    append_tokens,
-    one_by_one,
-)
+from clusterkv_jax.methods.base import Compressed, Input, Method, Rows, State
 from clusterkv_jax.methods.families.eviction import best_rows
 from clusterkv_jax.methods.families.streaming import replace_row
+from clusterkv_jax.methods.schedule import Protected, Schedule
+from clusterkv_jax.methods.steps import append_tokens, one_by_one
 from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.scores import accumulated_scores
 

@@ -110,9 +110,16 @@ def repaged(layer: Any, state: tuple[State | None, ...], pool: PagePlan) -> tupl
 
     Files from before there were pages have heads of equal budgets in arrays of their own.
     """
+    layer, state = moved_to_pages(layer, state, np.asarray(pool.first, np.int32), pool.count, pool.slots)
+    return replace(layer, head_slots=pool.head_slots), state
+
+
+def moved_to_pages(
+    layer: Any, state: tuple[State | None, ...], first: Int[Array | np.ndarray, " K"], count: int, page: int
+) -> tuple[PagedHeads, tuple[State | None, ...]]:
+    """`repaged` into `count` pages of `page` slots, each head from its `first` on, without the slots of each head."""
     cache, of_heads = _side_by_side(layer, state) if head_slots(layer) is None else copies(layer, state[0] or {})
-    first = jnp.broadcast_to(jnp.asarray(pool.first, jnp.int32), cache.length.shape)
-    after = replace(pages.from_heads(cache, first, pool.count, pool.slots), head_slots=pool.head_slots)
+    after = pages.from_heads(cache, jnp.broadcast_to(jnp.asarray(first), cache.length.shape), count, page)
     return after, (_of_layer(of_heads, after) or None,)
 
 
@@ -146,11 +153,8 @@ def can_fuse_step(method: Method, layer: Any, state: Sequence[State | None], cou
     """Whether it is one token, which enters every group by `append_and_attend`, all rows of a head on one device.
 
     Pages are one for a GPU alone, and so is a layer without groups, to which it saves the copy of what its heads hold.
-    The kernel reads degrees as they are stored.
     """
-    plain = method.degree_power == 1 and (
-        type(method).step is Method.step or all(group_state is None for group_state in state)
-    )
+    plain = type(method).step is Method.step or all(group_state is None for group_state in state)
     if group_arrays(layer) is not None:
         serves = on_one_device()
     else:
@@ -183,6 +187,7 @@ def step(
         mine = group_arrays(layer) or (tuple(range(keys.shape[1])),)
         token = of_heads(q), keys, values, positions[:, 0], real[:, 0]
         options: Any = {"first": first, "heads": mine, "largest": largest, "soft_cap": tokens.soft_cap}
+        options["degree_power"] = tokens.degree_power
         out, lse, *after = step_in_groups(*token, *others, **options)
         return of_heads(out), of_heads(lse), *after
 

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from clusterkv_jax.learned import lagkv
-from clusterkv_jax.methods.base import Protected, Rows
+from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.methods.schedule import Protected
 from clusterkv_jax.runtime.errors import check_fields, is_count
 
 

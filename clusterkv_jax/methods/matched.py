@@ -15,18 +15,9 @@ from clusterkv_jax.blocks.config import Rope
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache.layers import LayerCache, StepInputs
 from clusterkv_jax.learned.fit_rows import refit, squared_errors
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Input,
-    Method,
-    Protected,
-    Rows,
-    Schedule,
-    State,
-    StorageKind,
-    compacted,
-)
+from clusterkv_jax.methods.base import Compressed, Input, Method, Rows, State, StorageKind, compacted
 from clusterkv_jax.methods.request import RequestShape
+from clusterkv_jax.methods.schedule import Protected, Schedule
 from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.runtime.sharding import over_heads
 

@@ -22,19 +22,12 @@ from clusterkv_jax.cache.layers import LayerCache, mask_to_slots
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.row_merge import Squares
 from clusterkv_jax.kernels.top_rows import top_rows
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Input,
-    Protected,
-    Rows,
-    Schedule,
-    State,
-    recompress_every,
-)
+from clusterkv_jax.methods.base import Compressed, Input, Rows, State
 from clusterkv_jax.methods.families.eviction import protected_rows, share_of, unprotected
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.families.scored import scores_of, take_scores
 from clusterkv_jax.methods.request import GroupPlan
+from clusterkv_jax.methods.schedule import Protected, Schedule, recompress_every
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_number
 from clusterkv_jax.runtime.sharding import over_heads

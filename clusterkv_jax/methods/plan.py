@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from clusterkv_jax.budget import MOST_ROWS, Budget, look_up, share_table
 from clusterkv_jax.learned import repetition
-from clusterkv_jax.methods.base import Method, Schedule, is_by_head, slots_shardable
+from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.request import GroupPlan, LayerPlan, PagePlan, RequestShape, request_of_model
+from clusterkv_jax.methods.schedule import Schedule
+from clusterkv_jax.methods.sharing import is_by_head, slots_shardable
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.checks import concrete
 from clusterkv_jax.runtime.dispatch import traits

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from typing_extensions import override
 
 from clusterkv_jax.budget import rows_for
-from clusterkv_jax.methods.base import Protected, Rows
+from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.families.eviction import Windowed
 from clusterkv_jax.methods.request import RequestShape, all_heads
+from clusterkv_jax.methods.schedule import Protected
 from clusterkv_jax.methods.snapkv import check_pooling, snap_scores
 from clusterkv_jax.runtime.errors import check_fields, counted, is_number, is_one_of
 from clusterkv_jax.scores import Pooling

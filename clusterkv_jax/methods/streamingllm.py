@@ -18,9 +18,11 @@ from clusterkv_jax.cache.layers import LayerCache, StepInputs, take_rows
 from clusterkv_jax.cache.slots import set_slot
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import as_stored
-from clusterkv_jax.methods.base import Compressed, Rows, Schedule, State, StorageKind, one_by_one
+from clusterkv_jax.methods.base import Compressed, Rows, State, StorageKind
 from clusterkv_jax.methods.families.streaming import Streaming
 from clusterkv_jax.methods.request import RequestShape
+from clusterkv_jax.methods.schedule import Schedule
+from clusterkv_jax.methods.steps import one_by_one
 from clusterkv_jax.runtime.errors import check_fields
 
 

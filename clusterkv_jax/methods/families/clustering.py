@@ -14,9 +14,10 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache.layers import LayerCache
 from clusterkv_jax.kernels.gpu import converts
 from clusterkv_jax.kernels.quantised import Quantised, kind
-from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, Schedule, State, recompress_every
+from clusterkv_jax.methods.base import Compressed, Input, Rows, State
 from clusterkv_jax.methods.families.merging import Merging
 from clusterkv_jax.methods.request import RequestShape, all_heads
+from clusterkv_jax.methods.schedule import Protected, Schedule, recompress_every
 from clusterkv_jax.runtime.control_flow import head_by_head
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of

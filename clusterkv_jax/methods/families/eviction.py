@@ -29,18 +29,9 @@ from clusterkv_jax.cache.layers import (
 )
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.top_rows import top_rows
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Input,
-    Method,
-    Protected,
-    Rows,
-    Schedule,
-    State,
-    StorageKind,
-    append_and_attend,
-    recompress_every,
-)
+from clusterkv_jax.methods.base import Compressed, Input, Method, Rows, State, StorageKind
+from clusterkv_jax.methods.schedule import Protected, Schedule, recompress_every
+from clusterkv_jax.methods.steps import append_and_attend
 from clusterkv_jax.runtime.control_flow import head_by_head
 from clusterkv_jax.runtime.dispatch import traits
 from clusterkv_jax.runtime.errors import check_fields, is_count, is_one_of

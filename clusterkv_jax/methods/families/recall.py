@@ -25,17 +25,10 @@ from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache.attention import with_sinks
 from clusterkv_jax.cache.layers import KVCache, LayerCache, State, StepInputs, groups
 from clusterkv_jax.kernels.recalled_attention import recalled_attention
-from clusterkv_jax.methods.base import (
-    Compressed,
-    Method,
-    Rows,
-    StorageKind,
-    append_tokens,
-    check_budgets,
-    head_rows,
-    one_by_one,
-)
+from clusterkv_jax.methods.base import Compressed, Method, Rows, StorageKind
+from clusterkv_jax.methods.budgets import check_budgets, head_rows
 from clusterkv_jax.methods.request import RequestShape, all_heads
+from clusterkv_jax.methods.steps import append_tokens, one_by_one
 from clusterkv_jax.runtime.errors import check_fields, is_count
 from clusterkv_jax.runtime.sharding import fetch, over_heads
 

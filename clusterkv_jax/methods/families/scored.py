@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from clusterkv_jax.cache.layers import mask_to_slots
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Compressed, Input, Protected, Rows, State
+from clusterkv_jax.methods.base import Compressed, Input, Rows, State
 from clusterkv_jax.methods.families.eviction import Scoped
+from clusterkv_jax.methods.schedule import Protected
 from clusterkv_jax.runtime.errors import check_fields, is_count
 
 

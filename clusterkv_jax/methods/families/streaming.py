@@ -12,7 +12,8 @@ from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import LayerCache
 from clusterkv_jax.cache.slots import get_slot, set_slot
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.methods.base import Method, Protected
+from clusterkv_jax.methods.base import Method
+from clusterkv_jax.methods.schedule import Protected
 from clusterkv_jax.runtime.errors import check_fields, is_count
 
 
