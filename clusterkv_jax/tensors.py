@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from clusterkv_jax.budget import MOST_ROWS, Budget
 from clusterkv_jax.cache.kinds import side_by_side
 from clusterkv_jax.cache.layers import HeadGroups, LayerCache, from_tokens
-from clusterkv_jax.methods.base import Method, Rows, head_rows
+from clusterkv_jax.methods.base import Method, Rows
+from clusterkv_jax.methods.budgets import head_rows
 from clusterkv_jax.methods.driver import LayerPrompt, compress_layer
 from clusterkv_jax.methods.families.recall import Index, Recall
 from clusterkv_jax.methods.plan import plan_layer, rows_of_request

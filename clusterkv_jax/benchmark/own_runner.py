@@ -20,18 +20,19 @@ from clusterkv_jax.benchmark.common import random_prompt
 from clusterkv_jax.benchmark.grid import Cell, GridRequest
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.layers import KVCache, occupancy, take_sequences
-from clusterkv_jax.checkpoints.in_codes import code_shapes
+from clusterkv_jax.checkpoints.in_codes import code_shapes, kind_of
 from clusterkv_jax.checkpoints.loading import Model, load
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop
+from clusterkv_jax.generation import generate
 from clusterkv_jax.generation.batch import Batch, make_batch
-from clusterkv_jax.generation.generate import completed, generate, prefill_batch
+from clusterkv_jax.generation.stages import prefill_batch
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import due
+from clusterkv_jax.methods.recompression import due
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params, abstract
 from clusterkv_jax.planning.shapes import model_config, packaged_shapes
-from clusterkv_jax.presets import preset
+from clusterkv_jax.presets import completed, preset
 from clusterkv_jax.runtime.extras import versions
 from clusterkv_jax.runtime.prng import seed_key
 from clusterkv_jax.runtime.sharding import check_divides, fitted_mesh, named_mesh, on_mesh, param_shardings, replicated
@@ -92,7 +93,7 @@ def check_host_memory(name: str, config: ModelConfig, dtype: Any) -> None:
 def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, weights: str | None = None) -> Params:
     """Random weights, and a surrogate of learned scores in each layer, born on their devices.
 
-    Weights of layers are in codes where `weights` is "int8" or "int4".
+    Products are in codes where `weights` is "int8" or "int4"; those of experts alone where it is "mxfp4".
     """
     specs = abstract(config)
     fitted = None if mesh is None else fitted_mesh(mesh, config.num_kv_heads)
@@ -107,7 +108,7 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, wei
         return jax.jit(lambda key: init(key, shape, dtype), out_shardings=sharding)
 
     def draw(path: Any, spec: Any, sharding: Any) -> Any:
-        shapes = code_shapes(spec, path[-1].key, weights, fitted)
+        shapes = code_shapes(spec, path[-1].key, kind_of(path[-1].key, weights), fitted)
         if shapes is not None:
             return codes_generator(shapes)(next(keys))
         init = jax.nn.initializers.ones if len(spec.shape) == 1 else _normal
@@ -124,8 +125,10 @@ def random_params(config: ModelConfig, dtype: Any, mesh: Mesh | None = None, wei
 @cache
 def codes_generator(shapes: QuantisedWeights) -> Callable[[jax.Array], QuantisedWeights]:
     """Of a key, random codes of the size of other random weights, as wide as these shapes and where they say."""
-    spread = 255 / 12**0.5 if shapes.kind == "int8" else 15 / 12**0.5
+    # Of codes that are all as likely. A power of two, as mxfp4 has, is within a factor of sqrt(2).
+    spread = {"int8": 255 / 12**0.5, "int4": 15 / 12**0.5, "mxfp4": 2.9}[shapes.kind]
     scale = shapes.inputs**-0.5 / spread
+    scale = 127 + round(math.log2(scale)) if shapes.kind == "mxfp4" else scale
 
     def draw(key: jax.Array) -> QuantisedWeights:
         bits = jax.random.bits(key, shapes.codes.shape, jnp.uint8)

@@ -25,7 +25,7 @@ from msgspec import Struct, to_builtins
 from clusterkv_jax.checkpoints.activation_aware import codes_by_text
 from clusterkv_jax.checkpoints.expert_stacks import Stack
 from clusterkv_jax.checkpoints.host_copy import host_copy
-from clusterkv_jax.checkpoints.in_codes import code_shapes, in_codes, weights_as
+from clusterkv_jax.checkpoints.in_codes import code_shapes, in_codes, kind_of, weights_as
 from clusterkv_jax.checkpoints.loading import (
     DTYPES,
     Checkpoint,
@@ -87,7 +87,8 @@ class _Parameter:
     @property
     def codes(self) -> QuantisedWeights | None:
         """The shapes of its codes, if it is written in codes."""
-        return code_shapes(self.spec, self.name.rpartition(".")[2], self.weights, None)
+        name = self.name.rpartition(".")[2]
+        return code_shapes(self.spec, name, kind_of(name, self.weights), None)
 
     @property
     def size(self) -> int:
@@ -186,7 +187,8 @@ def _check_whole(target: AnyPath, origin: _Origin) -> None:
     if not target.is_dir() or not is_converted(target):
         raise ValueError(f"{target} exists; a model is written to a free place.")
     manifest = read_manifest(target)
-    codes = next((tensor.dtype for name, tensor in manifest.tensors.items() if name.endswith(CODES)), None)
+    of_layers = (name for name in manifest.tensors if name.startswith("layers.") and name.endswith(CODES))
+    codes = next((manifest.tensors[name].dtype for name in of_layers), None)
     held = KINDS[codes] if codes else None
     if _Origin(manifest.tensors["embed"].dtype, manifest.fingerprints, held, manifest.data) != origin:
         kind = origin.dtype if origin.weights is None else f"{origin.dtype} with weights in {origin.weights}"

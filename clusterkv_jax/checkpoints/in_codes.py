@@ -15,7 +15,7 @@ from clusterkv_jax.checkpoints.orbax import CodesInOrbax
 from clusterkv_jax.checkpoints.repack import Coded, group_size, is_finite, repacked
 from clusterkv_jax.checkpoints.rounding import rounded
 from clusterkv_jax.checkpoints.safetensors import CodedTensor, InFile, StackInFiles
-from clusterkv_jax.kernels.weight_codes import QuantisedWeights
+from clusterkv_jax.kernels.weight_codes import PACKED, QuantisedWeights, WeightKind
 from clusterkv_jax.models.parameters import TensorSpec, input_axes
 from clusterkv_jax.runtime.errors import shown
 from clusterkv_jax.storage.digests import whole
@@ -23,6 +23,7 @@ from clusterkv_jax.storage.digests import whole
 WeightsAs = Literal["stored", "dequantised", "int8", "int4"]
 # Where products with codes are not slower than those with numbers.
 _KEEP_CODES = ("cpu",)
+_SCALES: dict[WeightKind, Any] = {"int8": jnp.float32, "int4": jnp.float16, "mxfp4": jnp.uint8}
 
 
 def weights_as(weights: Any, platform: str) -> WeightsAs:
@@ -41,40 +42,50 @@ def in_codes(
     """A parameter in codes, on the host: those of its file, or its numbers rounded, by `moments` where there are such.
     Codes of the kind that is wanted are not rounded again.
 
-    None for a parameter that is no layer's product, and for what the layout cannot hold: codes whose groups are no part
+    None for a parameter that is no product's, and for what the layout cannot hold: codes whose groups are no part
     of all inputs, and numbers.
     """
     axes = input_axes(name, spec)
     if axes is None or how == "dequantised":
         return None
+    kind = kind_of(name, how)
     if isinstance(parameter, CodesInOrbax):
-        return parameter.read() if how in ("stored", parameter.arrays.kind) else None
+        return parameter.read() if parameter.arrays.kind in (how, kind) or how == "stored" else None
     parts = _stored(parameter)
-    if how != "stored" and (parts is None or parts[0].kind != how):
-        parts = _rounded(parameter, spec, axes, how, moments)
+    if kind is not None and (parts is None or parts[0].kind not in (how, kind)):
+        parts = _rounded(parameter, spec, axes, kind, moments)
     return None if parts is None else repacked(parts, spec, axes)
+
+
+def kind_of(name: str, weights: str | None) -> Any:
+    """Of which kind a parameter of this name is where weights are rounded so, None where they are not.
+
+    Where layers are in int4 a head is in int8, as in the files of others: no layer makes good what it loses.
+    """
+    kind = "int8" if (name, weights) == ("lm_head", "int4") else weights
+    return kind if kind in _SCALES else None
 
 
 def code_shapes(
     spec: TensorSpec, name: str, weights: str | None, mesh: Mesh | AbstractMesh | None
 ) -> QuantisedWeights | None:
-    """What a parameter rounded to "int8" or "int4" codes would be, in shapes with their places on a mesh.
+    """What a parameter would be in codes of this kind, in shapes with their places on a mesh.
 
-    None where it would not be in codes.
+    None where it would not be in codes. Of "mxfp4" experts alone are.
     """
-    axes = input_axes(name, spec)
-    if axes is None or weights not in ("int8", "int4"):
+    axes, experts = input_axes(name, spec), spec.shape[: int(spec.axes[:1] == ("experts",))]
+    if axes is None or weights not in _SCALES or (weights == "mxfp4" and not experts):
         return None
-    experts = spec.shape[: int(spec.axes[:1] == ("experts",))]
     inputs = math.prod(spec.shape[i] for i in axes)
     outputs = math.prod(spec.shape) // inputs // math.prod(experts)
-    size = inputs if weights == "int8" else group_size(inputs)
+    size = {"int8": inputs, "int4": group_size(inputs), "mxfp4": 32 if inputs % 32 == 0 else None}[weights]
     if size is None:
         return None
-    packed = weights == "int4"
+    packed = weights in PACKED
     codes = jax.ShapeDtypeStruct((*experts, inputs // (1 + packed), outputs), jnp.uint8 if packed else jnp.int8)
-    scales = jax.ShapeDtypeStruct((*experts, inputs // size, outputs), jnp.float16 if packed else jnp.float32)
-    shapes = QuantisedWeights(codes, scales, scales if packed else None, weights, spec.shape, axes, spec.axes)
+    scales = jax.ShapeDtypeStruct((*experts, inputs // size, outputs), _SCALES[weights])
+    offsets = scales if weights == "int4" else None
+    shapes = QuantisedWeights(codes, scales, offsets, weights, spec.shape, axes, spec.axes)
     if mesh is None:
         return shapes
     places = jax.tree.map(partial(NamedSharding, mesh), partitions(shapes, mesh))

@@ -344,7 +344,7 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 
 def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) -> Checkpoint:
     tensors = manifest.tensors
-    config = replace(config, tie_embeddings="lm_head" not in tensors)
+    config = replace(config, tie_embeddings=tensors.keys().isdisjoint(("lm_head", f"lm_head{CODES}")))
 
     def shapes(path: tuple[Any, ...], spec: TensorSpec) -> Any:
         name = parameter_name(path)

@@ -85,7 +85,7 @@ def plan(
 ) -> list[EvaluationBatch]:
     """The batches of all entries, in the order in which one process answers them.
 
-    `possible` says whether a budget is possible for a prompt; where it is not, the full cache answers.
+    `possible` says whether a budget is possible for a prompt of these sizes; where it is not, the full cache answers.
 
     Raises ValueError for a batch size below 1, examples of one name, and a budget that is possible for no prompt.
     """
@@ -136,7 +136,11 @@ def _split(
     entry: MethodEntry, jobs: Sequence[Job], size: int, possible: Callable[[Method, EncodedPrompt, int], bool]
 ) -> Iterator[EvaluationBatch]:
     """The entry's batches, those that its budget is impossible for with the full cache."""
-    fits = [possible(entry.method, job.prompt, job.case.max_new_tokens) for job in jobs]
+    by_size: dict[tuple[int, ...], bool] = {}  # prompts of one size share their answer, which takes a while
+    for job in jobs:
+        if _sizes(job) not in by_size:
+            by_size[_sizes(job)] = possible(entry.method, job.prompt, job.case.max_new_tokens)
+    fits = [by_size[_sizes(job)] for job in jobs]
     if not any(fits):
         lengths = [len(job.prompt.context) for job in jobs]
         raise ValueError(
@@ -146,3 +150,9 @@ def _split(
     for method, is_method in ((entry.method, True), (Full(), False)):
         for batch in batches([job for job, fit in zip(jobs, fits, strict=True) if fit is is_method], size):
             yield EvaluationBatch(entry, method, tuple(batch))
+
+
+def _sizes(job: Job) -> tuple[int, ...]:
+    """What decides whether a budget is possible."""
+    prompt = job.prompt
+    return len(prompt.context), len(prompt.question), len(prompt.continuation), job.case.max_new_tokens

@@ -79,21 +79,22 @@ def by_library(
     *,
     last: bool,
 ) -> tuple[Float[Array, "B n H D"] | None, Float[Array, "B K G size"]]:
-    """`attend` by an attention that tells the log-sum-exp of its scores: (q, k, v, lengths or None if causal) -> out
-    [B,n,H,D], lse [B,H,n]. Pieces of the rows are attended to apart and combined.
+    """`attend` by an attention that tells the log-sum-exp of its scores, heads first: (q, k, v, lengths or None if
+    causal) -> out [B,H,n,D], lse [B,H,n]. Pieces of the rows are attended to apart and combined.
     """
     keys, values, *fed = rows
-    own, own_lse = attention(q, *fed, None)
+    by_head = jnp.swapaxes(q, 1, 2)
+    own, own_lse = attention(by_head, *fed, None)
     there = sight.sinks + jnp.clip(counts - start, 0, sight.size)
-    _, lse = attention(q, cut_out(keys, start, sight), cut_out(values, start, sight), jnp.maximum(there, 1))
+    _, lse = attention(by_head, cut_out(keys, start, sight), cut_out(values, start, sight), jnp.maximum(there, 1))
     lse = jnp.where(there[:, None, None] > 0, lse, -jnp.inf)
     less = jnp.logaddexp(lse, own_lse) + below[:, None]
     best = _maxima(q, jax.lax.dynamic_slice_in_dim(keys, start, sight.size, axis=2), less)
     if last:
         return None, best
-    context, lse = attention(q, keys, values, counts)
-    share = jax.nn.sigmoid(lse - own_lse).swapaxes(1, 2)[..., None]
-    return (share * context + (1 - share) * own).astype(q.dtype), best
+    context, lse = attention(by_head, keys, values, counts)
+    share = jax.nn.sigmoid(lse - own_lse)[..., None]
+    return jnp.swapaxes((share * context + (1 - share) * own).astype(q.dtype), 1, 2), best
 
 
 def _maxima(

@@ -18,7 +18,7 @@ from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.calibration import read as read_calibration
 from clusterkv_jax.calibration import with_shares
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.generation.generate import Result
+from clusterkv_jax.generation.results import Result
 from clusterkv_jax.methods.auto import settled
 from clusterkv_jax.methods.base import Method
 from clusterkv_jax.models.config import ModelConfig

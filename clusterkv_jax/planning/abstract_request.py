@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from clusterkv_jax.cache.kinds import is_part
 from clusterkv_jax.cache.layers import KVCache
-from clusterkv_jax.checkpoints.in_codes import code_shapes
+from clusterkv_jax.checkpoints.in_codes import code_shapes, kind_of
 from clusterkv_jax.decoding import SEGMENT, DecodeState, decode_loop, prefill
 from clusterkv_jax.generation.batch import Gate
 from clusterkv_jax.generation.gated_reading import gated_prefill
@@ -49,12 +49,12 @@ def parameters(
 ) -> Params:
     """A model's parameters as `load` lays them out; with a linear surrogate of scores in each layer if `learned`.
 
-    Weights of layers are in codes where `weights` is "int8" or "int4".
+    Products are in codes where `weights` is "int8" or "int4".
     """
     specs = abstract(config)
 
     def place(path, spec, sharding):
-        coded = code_shapes(spec, path[-1].key, weights, mesh)
+        coded = code_shapes(spec, path[-1].key, kind_of(path[-1].key, weights), mesh)
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding) if coded is None else coded
 
     params = jax.tree.map_with_path(place, specs, param_shardings(specs, mesh))

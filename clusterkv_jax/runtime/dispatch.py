@@ -99,7 +99,7 @@ def dispatch(
 ) -> Any:
     """Call `backends[backend]`, or, with backend None, the first that serves this call on this platform.
 
-    `backends` is ordered; a backend named "tpu" or "gpu" is tried on that platform only, and "xla" everywhere. A
+    `backends` is ordered; a backend named "tpu", "gpu" or "cpu" is tried on that platform only, and "xla" everywhere. A
     backend that cannot serve a call raises NotImplementedError and says why; asked for by name, that error reaches
     the caller, otherwise the log says once what runs in XLA instead, and why, but for what is `LeftToXLA`.
     """

@@ -16,7 +16,8 @@ from clusterkv_jax.serve.events import DONE, event, json_response, streamed, unl
 from clusterkv_jax.serve.grammar import of_call, of_format
 from clusterkv_jax.serve.logprobs import ChatLogprobs, of_chat
 from clusterkv_jax.serve.openai import FINISH_REASONS, Drawing, StreamOptions, Usage, how, usage_of
-from clusterkv_jax.serve.prompts import Conversation, Cut, Message, continued, joined, of_conversation
+from clusterkv_jax.serve.prefixes import known_beginnings
+from clusterkv_jax.serve.prompts import ChatPrompt, Cut, Message, continued, joined, of_conversation
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.tools import arguments_of, as_template_call, calls_in, choice_of, visible
 
@@ -118,9 +119,9 @@ async def chat_completions(server: Server, request: Request, raw: bytes) -> Resp
     tools = body.tools if body.tools and choice.kind != "none" else []
     variables = dict(body.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
     messages, cut = as_messages(body.messages)
-    conversation = continued(Conversation(messages, cut, variables), bool(body.continue_final_message))
+    conversation = continued(ChatPrompt(messages, cut, variables), bool(body.continue_final_message))
     asked = Asked(
-        partial(of_conversation, server.model, conversation),
+        partial(of_conversation, server.model, conversation, known_beginnings(server)),
         how(body) | {"logprobs": (body.top_logprobs or 0) if body.logprobs else None},
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         bool(body.stream),

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from clusterkv_jax.serve import body as bodies
 from clusterkv_jax.serve.earlier import earlier
 from clusterkv_jax.serve.errors import ApiError
-from clusterkv_jax.serve.prompts import Conversation, Cut, Message, joined
+from clusterkv_jax.serve.prompts import ChatPrompt, Cut, Message, joined
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.tools import arguments_of, as_template_call
 
@@ -50,7 +50,7 @@ class CompactRequest(Struct, kw_only=True):
     tool_choice: str | dict[str, Any] = "auto"
 
 
-def conversation_of(server: Server, body: CompactRequest) -> tuple[list[Message], Conversation]:
+def conversation_of(server: Server, body: CompactRequest) -> tuple[list[Message], ChatPrompt]:
     """The messages up to the answer, earlier ones first, and the conversation with what stands around them.
 
     Raises ApiError for items that are no text, none at all, and what is known no longer.
@@ -63,7 +63,7 @@ def conversation_of(server: Server, body: CompactRequest) -> tuple[list[Message]
     cut = None if cut is None else (cut[0] + len(first), cut[1])
     functions = [tool for tool in body.tools if tool.get("type") == "function" and body.tool_choice != "none"]
     variables = {"tools": list(map(_described, functions))} if functions else {}
-    return messages, Conversation([*first, *messages], cut, variables)
+    return messages, ChatPrompt([*first, *messages], cut, variables)
 
 
 def _described(tool: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ in memory is looked for among the files.
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from clusterkv_jax import saving
 from clusterkv_jax.engine import Context, RequestOutput, SamplingParams
 from clusterkv_jax.serve import context_files
 from clusterkv_jax.serve.errors import ApiError, refused
-from clusterkv_jax.serve.prompts import Prompt
+from clusterkv_jax.serve.prompts import Known, Prompt
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.serve.text_keys import TextKey, key_of, longest_beginning
 from clusterkv_jax.text.tokenizer import encode
@@ -58,7 +59,7 @@ async def beginning_of(server: Server, prompt: Prompt, max_new_tokens: int) -> B
     room, shared = server.limits["reserve"] - max_new_tokens, prompt.text[: prompt.cut]
     found = await _longest(server, prompt.text, len(prompt.text))
     if found is not None and found.letters == len(prompt.text):
-        context = await _context(server, found)
+        context = await _context(server, found, server.contexts[found])
         if not context.answered:  # its logits are there
             return Beginning(context, context.length, ())
         found = await _longest(server, prompt.text, len(prompt.text) - 1)
@@ -71,9 +72,20 @@ async def beginning_of(server: Server, prompt: Prompt, max_new_tokens: int) -> B
         return await _behind(server, key_of(shared), cached, tuple(prompt.rest))
     if found is not None and len(server.contexts[found].tokens) >= len(rest):
         cached, most = len(server.contexts[found].tokens), max(1, room)
-        context = await extended(server, await _context(server, found), rest[:-most])
+        context = await extended(server, await _context(server, found, server.contexts[found]), rest[:-most])
         return Beginning(context, cached, rest[-most:])
     return None
+
+
+def known_beginnings(server: Server) -> Known:
+    """The tokens of texts that the store has now."""
+    contexts = dict(server.contexts)  # another thread may ask, while texts come and go
+
+    def known(text: str) -> tuple[int, Iterable[int]]:
+        found = longest_beginning(text, contexts.keys(), len(text))
+        return (0, ()) if found is None else (found.letters, (*contexts[found].tokens, *contexts[found].last))
+
+    return known
 
 
 def remember(
@@ -113,7 +125,7 @@ async def compact(server: Server, text: str) -> Context:
     """Bring the context of a text in the store to its budget, at once."""
     key = key_of(text)
     prefix = server.contexts[key]
-    context = await _context(server, key)
+    context = await _context(server, key, prefix)
     left = await asyncio.wrap_future(server.served.call(lambda engine: engine.compact(context)))
     _remember_and_write(server, key, prefix.tokens, _done(left), prefix.last)
     return left
@@ -123,9 +135,7 @@ async def whole(server: Server, prompt: Prompt) -> tuple[str, int]:
     """A text in the store that is all of a prompt, and how many of its tokens were there."""
     if server.settings.shared_contexts == 0:
         raise ApiError("This server shares no contexts, so it compacts none.")
-    cached = await _begin(server, prompt.text, tuple(prompt.tokens))
-    await _context(server, key_of(prompt.text))
-    return prompt.text, cached
+    return prompt.text, await _begin(server, prompt.text, tuple(prompt.tokens))
 
 
 async def extended(server: Server, context: Context, tokens: Tokens) -> Context:
@@ -152,7 +162,7 @@ async def _begin(server: Server, text: str, tokens: Tokens) -> int:
     if found is not None:
         prefix, tail = server.contexts[found], _tokens_behind(server, found, text)
         if len(prefix.tokens) >= len(tail):
-            made = asyncio.ensure_future(_continued(server, found, tail))
+            made = asyncio.ensure_future(_continued(server, found, prefix, tail))
             _remember_and_write(server, key, (*prefix.tokens, *tail), made)
             return len(prefix.tokens)
     reading = server.served.call(lambda engine: engine.read(list(tokens)))
@@ -160,18 +170,20 @@ async def _begin(server: Server, text: str, tokens: Tokens) -> int:
     return 0
 
 
-async def _continued(server: Server, key: TextKey, tail: Tokens) -> Context:
-    return await extended(server, await _context(server, key), tail)
+async def _continued(server: Server, key: TextKey, prefix: Prefix, tail: Tokens) -> Context:
+    return await extended(server, await _context(server, key, prefix), tail)
 
 
 async def _behind(server: Server, key: TextKey, cached: int, question: Tokens) -> Beginning:
     server.contexts.move_to_end(key)
-    return Beginning(await _context(server, key), cached, question)
+    return Beginning(await _context(server, key, server.contexts[key]), cached, question)
 
 
-async def _context(server: Server, key: TextKey) -> Context:
-    """The context of a text; requests for the same one wait for one reading. What memory has no more is in its file."""
-    prefix, files = server.contexts[key], server.files
+async def _context(server: Server, key: TextKey, prefix: Prefix) -> Context:
+    """The context of a text, which may have left the store meanwhile; requests for the same one wait for one reading.
+    What memory has no more is in its file.
+    """
+    files = server.files
     try:
         context = await asyncio.shield(prefix.context)
         if files is None or server.engine.holds(context) or not context_files.path_of(files, key).exists():

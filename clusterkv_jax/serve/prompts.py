@@ -1,6 +1,6 @@
 """Messages as tokens, in two parts: what later requests may share, compressed, and what comes after it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,8 +10,14 @@ from clusterkv_jax.text.prompts import MOST_LETTERS
 from clusterkv_jax.text.tokenizer import Tokens, encode
 
 Message = Mapping[str, Any]
+# The tokens that are known of a text's beginning: of how many letters, and which.
+Known = Callable[[str], tuple[int, Iterable[int]]]
 # The end of what is shared: the number of a message, and how many letters of its content belong to it.
 Cut = tuple[int, int]
+
+
+def _nothing_known(_text: str) -> tuple[int, Iterable[int]]:
+    return 0, ()
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatPrompt:
     """Messages with contents of plain text, the cut that a client set, and what the template is told beside them."""
 
     messages: Sequence[Message] = field(repr=False)
@@ -57,10 +63,11 @@ def of_text(model: Model, text: str) -> Prompt:
     return Prompt([], encode(model.tokenizer, text, add_special_tokens=True))
 
 
-def of_conversation(model: Model, conversation: Conversation) -> Prompt:
+def of_conversation(model: Model, conversation: ChatPrompt, known: Known = _nothing_known) -> Prompt:
     """Messages in the model's chat template, and the beginning of an answer; a blank line apart without a template.
 
-    Shared is what stands before the client's cut, or else before the last user's message.
+    Shared is what stands before the client's cut, or else before the last user's message. Tokens that are `known` are
+    not made again, which takes longer for a long text than anything else.
 
     Raises ValueError in one sentence, if the template fails or knows no tools.
     """
@@ -70,10 +77,17 @@ def of_conversation(model: Model, conversation: Conversation) -> Prompt:
         raise ValueError(f"The chat template of {model.name!r} knows no tools; leave them out.")
     shared, rest = _cut(model.tokenizer, messages, cut, conversation.variables)
     _check(model, shared + rest)
-    begin = [] if not shared else encode(model.tokenizer, shared, add_special_tokens=not templated)
-    end = encode(model.tokenizer, rest, add_special_tokens=not templated and not shared)
+    begin = [] if not shared else _encoded(model, shared, known, is_first=not templated)
+    end = encode(model.tokenizer, rest) if shared else _encoded(model, rest, known, is_first=not templated)
     exact = bool(shared) and conversation.cut is not None
     return Prompt(begin, end, exact=exact, text=shared + rest, cut=len(shared))
+
+
+def _encoded(model: Model, text: str, known: Known, *, is_first: bool) -> Tokens:
+    """Tokens of a text from its beginning; what begins every text stands before it where it `is_first`."""
+    letters, tokens = known(text)
+    rest = text[letters:]
+    return [*tokens, *(encode(model.tokenizer, rest, add_special_tokens=is_first and not letters) if rest else ())]
 
 
 def _check(model: Model, text: str) -> None:
@@ -105,7 +119,7 @@ def _cut(tokenizer: Any, messages: Sequence[Message], cut: Cut | None, variables
     return (before, after) if before + after == plain else ("", plain)
 
 
-def continued(conversation: Conversation, goes_on: bool) -> Conversation:
+def continued(conversation: ChatPrompt, goes_on: bool) -> ChatPrompt:
     """The conversation whose last message, one of the assistant, is to be written on, where it `goes_on`."""
     if not goes_on:
         return conversation

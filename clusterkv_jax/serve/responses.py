@@ -13,16 +13,16 @@ from starlette.responses import Response
 
 from clusterkv_jax.engine import RequestOutput
 from clusterkv_jax.serve import body as bodies
+from clusterkv_jax.serve import compaction
 from clusterkv_jax.serve.answers import Asked, Running, begin, collected, outputs
-from clusterkv_jax.serve.compaction import compaction_item
 from clusterkv_jax.serve.earlier import keep
 from clusterkv_jax.serve.errors import ApiError, as_api_error, error_body
 from clusterkv_jax.serve.events import event, json_response, streamed, unless_gone
 from clusterkv_jax.serve.grammar import of_call, of_format
 from clusterkv_jax.serve.items import CompactRequest, Items, conversation_of
+from clusterkv_jax.serve.prefixes import known_beginnings
 from clusterkv_jax.serve.prompts import Message, of_conversation
 from clusterkv_jax.serve.server import Server
-from clusterkv_jax.serve.text_keys import key_of
 from clusterkv_jax.serve.tools import Call, arguments_of, as_template_call, calls_in, choice_of, visible
 from clusterkv_jax.storage.schema import shown
 
@@ -86,7 +86,7 @@ async def responses(server: Server, request: Request, raw: bytes) -> Response:
     how = {"temperature": body.temperature, "top_p": body.top_p}
     others = {shown(tool.get("type")) for tool in body.tools if tool.get("type") != "function"}
     ignored = [*ignored, *(f"tools of type {kind}" for kind in sorted(others))]
-    prompt = partial(of_conversation, server.model, conversation)
+    prompt = partial(of_conversation, server.model, conversation, known_beginnings(server))
     size = sum(len(str(message)) for message in conversation.messages)
     asked = Asked(prompt, how, body.max_output_tokens, bool(body.stream), request.url.path, size, ignored, grammar)
     running = await unless_gone(request, begin(server, asked))
@@ -186,20 +186,10 @@ async def _ended(this: _Asked, answer: RequestOutput, text: str, calls: Sequence
     messages = [*this.messages, said]
     if this.body.store is not False:
         keep(this.server, this.number, messages)
-    if (whole := _to_compact(this, answer, tokens)) is not None:
-        item, _ = await compaction_item(this.server, whole, messages)
-        output.append(item)
+    thresholds = [each.compact_threshold for each in this.body.context_management or ()]
+    digest = await compaction.compacted_behind(this.server, this.running, answer, messages, thresholds)
+    output += [] if digest is None else [compaction.item(digest)]
     return _response(this, status, output, tokens)
-
-
-def _to_compact(this: _Asked, answer: RequestOutput, tokens: int) -> str | None:
-    """The text of a conversation that is long enough to be compacted, as its request says, and has left its context."""
-    server, running, managed = this.server, this.running, this.body.context_management or ()
-    most = [each.compact_threshold or server.limits["max_tokens"] // 2 for each in managed]
-    if not most or running.prompt_tokens + tokens < min(most) or running.text is None or answer.result is None:
-        return None
-    whole = running.text + answer.result.texts[0]
-    return whole if key_of(whole) in server.contexts else None
 
 
 def _response(this: _Asked, status: str, output: list[dict[str, Any]], tokens: int | None = None) -> dict[str, Any]:

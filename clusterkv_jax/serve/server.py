@@ -1,5 +1,6 @@
 """What all requests share: the model, its engine in a thread of its own, contexts by their tokens, and counts."""
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,8 +17,10 @@ from clusterkv_jax.runtime.checks import check_counts
 from clusterkv_jax.runtime.errors import check_fields, is_number
 from clusterkv_jax.serve.context_files import ContextFiles, open_files
 from clusterkv_jax.serve.metrics import Metrics, make_metrics
+from clusterkv_jax.serve.prompts import ChatPrompt, of_conversation
 from clusterkv_jax.serve.text_keys import TextKey
 from clusterkv_jax.storage.schema import MIB
+from clusterkv_jax.text.chat import has_template
 
 _OPTIONS: dict[str, Any] = {"keep_short": True}
 # Options of an engine that change what a context is.
@@ -137,7 +140,12 @@ def follow_server(model: Model, hear: Hear, **options: Any) -> None:
 
 
 def warm_up(server: Server) -> None:
-    """Compile what every answer runs, by a short one, so that no client waits for it."""
+    """Compile what every answer runs, by a short one, so that no client waits for it; nor for the process that renders
+    chat templates.
+    """
+    if has_template(server.model.tokenizer):
+        with contextlib.suppress(ValueError):  # one that fails for this says so to who asks
+            of_conversation(server.model, ChatPrompt([{"role": "user", "content": "?"}]))
 
     def answer(engine: Engine) -> None:
         keep = server.settings.shared_contexts > 0

@@ -14,7 +14,7 @@ from clusterkv_jax.serve import metrics
 from clusterkv_jax.serve.chat import ChatMessage, as_messages
 from clusterkv_jax.serve.errors import ApiError, refused
 from clusterkv_jax.serve.events import json_response
-from clusterkv_jax.serve.prompts import Conversation, of_conversation, of_text
+from clusterkv_jax.serve.prompts import ChatPrompt, of_conversation, of_text
 from clusterkv_jax.serve.server import Server
 from clusterkv_jax.text.tokenizer import decode
 
@@ -83,7 +83,7 @@ async def tokenize(server: Server, _request: Request, raw: bytes) -> Response:
             prompt = await asyncio.to_thread(of_text, server.model, body.prompt or "")
         else:
             messages, cut = as_messages(body.messages)
-            prompt = await asyncio.to_thread(of_conversation, server.model, Conversation(messages, cut))
+            prompt = await asyncio.to_thread(of_conversation, server.model, ChatPrompt(messages, cut))
     about = {"count": len(prompt.tokens), "max_model_len": server.limits["max_tokens"], "tokens": prompt.tokens}
     return json_response(about)
 

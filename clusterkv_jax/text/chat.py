@@ -68,12 +68,17 @@ def cut_messages(
 
     Nothing is before the cut where the template shows that place other than once. Raises ValueError if it fails.
     """
+    first = _system(chat)
     mark = unused_letter(tokenizer, *(message["content"] for message in messages))
-    content = messages[number]["content"]
-    marked = {**messages[number], "content": content[:letters] + mark + content[letters:]}
-    with_mark, plain = _rendered(tokenizer, [[*messages[:number], marked, *messages[number + 1 :]], messages], chat)
-    before, *after = with_mark.split(mark)
-    return (before, after[0], plain) if len(after) == 1 else ("", plain, plain)
+    where = {"number": len(first) + number, "letters": letters, "mark": mark}
+    before, after, plain = _asked(
+        tokenizer,
+        "cut",
+        {"conversation": [*first, *messages], **where},
+        {"add_generation_prompt": True, **chat.arguments},
+    )
+    _check_system(chat, before + after)
+    return before, after, before + after if plain is None else plain
 
 
 def cut_paragraphs(messages: Sequence[Mapping[str, Any]], number: int, letters: int) -> tuple[str, str, str]:
@@ -110,10 +115,15 @@ def render(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]],
 
     Raises ValueError in one sentence, if the template fails.
     """
+    return _asked(tokenizer, "render", {"conversations": conversations}, variables)
+
+
+def _asked(tokenizer: Any, kind: str, about: Mapping[str, Any], variables: Mapping[str, Any]) -> Any:
+    """What a process makes of conversations with the template. Raises ValueError in one sentence, if that fails."""
     try:
         template = tokenizer.get_chat_template()
         variables = {**tokenizer.special_tokens_map, **variables}
-        return guard.ask("render", template=template, conversations=conversations, variables=variables)
+        return guard.ask(kind, template=template, variables=variables, **about)
     except Exception as error:
         raise ValueError(f"The model's chat template fails: {shown(error)}.") from error
 
@@ -124,15 +134,25 @@ def _turns(tokenizer: Any, contents: Sequence[str], chat: Chat) -> list[str]:
 
 def _rendered(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, str]]], chat: Chat) -> list[str]:
     """Conversations behind the system's message, and the beginning of an answer."""
-    first = [] if chat.system is None else [{"role": "system", "content": chat.system}]
+    first = _system(chat)
     conversations = [[*first, *conversation] for conversation in conversations]
     texts = render(tokenizer, conversations, **{"add_generation_prompt": True, **chat.arguments})
+    _check_system(chat, *texts)
+    return texts
+
+
+def _system(chat: Chat) -> list[Mapping[str, str]]:
+    """The system's message, if there is one."""
+    return [] if chat.system is None else [{"role": "system", "content": chat.system}]
+
+
+def _check_system(chat: Chat, *texts: str) -> None:
+    """Raise ValueError where a text shows no system message that there is."""
     if chat.system is not None and not all(chat.system.strip() in text for text in texts):
         raise ValueError("The model's chat template does not print a system message; leave it out.")
-    return texts
 
 
 def unused_letter(tokenizer: Any, *texts: str) -> str:
     """A character that stands neither in these texts nor in the template."""
-    used = set(f"{''.join(texts)}{tokenizer.chat_template}")
-    return next(chr(number) for number in _PRIVATE if chr(number) not in used)
+    read = *texts, str(tokenizer.chat_template)
+    return next(chr(number) for number in _PRIVATE if not any(chr(number) in text for text in read))

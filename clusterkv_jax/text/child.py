@@ -28,7 +28,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # what a library prints is no answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the line
-    jobs = {"render": _render, "try": _try}
+    jobs = {"render": _render, "cut": _cut, "try": _try}
     for line in sys.stdin:
         kind, arguments = json.loads(line)
         try:
@@ -87,6 +87,23 @@ def _render(template: str, conversations: list[Any], variables: dict[str, Any]) 
     if (letters := sum(map(len, texts))) > most:
         raise ValueError(f"It writes {letters:,} letters, and {most:,} are allowed.")
     return list(texts)
+
+
+def _cut(
+    template: str, conversation: list[Any], number: int, letters: int, mark: str, variables: dict[str, Any]
+) -> tuple[str, str, str | None]:
+    """A conversation as the template writes it, before and behind a cut after so many letters of a message's content,
+    which is marked for that; and all of it without a mark, where that is not both. Where the mark shows other than
+    once, nothing stands before the cut.
+    """
+    content = conversation[number]["content"]
+    marked = {**conversation[number], "content": content[:letters] + mark + content[letters:]}
+    both = [[*conversation[:number], marked, *conversation[number + 1 :]], conversation]
+    with_mark, plain = _render(template, both, variables)
+    before, *after = with_mark.split(mark)
+    if len(after) != 1:
+        return "", plain, None
+    return before, after[0], None if before + after[0] == plain else plain
 
 
 def _try(file: str, nbytes: int) -> None:
