@@ -49,7 +49,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128, help="of a run")
     parser.add_argument("--repeats", type=int, default=2, help="of reading the prompt, beside the first")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", choices=["int8", "int4"], help="weights of layers in codes [as numbers]")
+    held = "products in codes, a head in int8; mxfp4 is experts alone, as gpt-oss stores them [as numbers]"
+    parser.add_argument("--weights", choices=["int8", "int4", "mxfp4"], help=held)
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
     options = parser.parse_args()
     config = replace(model_config(options.model), eos_ids=())

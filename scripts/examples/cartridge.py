@@ -25,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import KVCache, take_sequences
 from clusterkv_jax.cli.terminal import one_sentence_errors
-from clusterkv_jax.decoding import DecodeState, append_step_jit, decode_loop
+from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.decoding.appending import append_step_jit
 from clusterkv_jax.evaluation.tasks import haystack, sources, synthetic
 from clusterkv_jax.generation.batch import padded
 from clusterkv_jax.presets import preset

@@ -66,6 +66,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "text": {"format": {"type": "text"}},
         "metadata": {"a": "b"},
     },
+    "/v1/responses/compact": {
+        "input": [{"type": "message", **USER}, {"type": "message", "role": "assistant", "content": "I am"}],
+        "instructions": "Be brief.",
+        "tools": [{"type": "function", **TOOL}],
+    },
     "/v1/messages": {
         "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "I am"}]}],
         "max_tokens": 1,
@@ -157,8 +162,8 @@ def keys(target: Target, draw: random.Random) -> tuple[str, list[str]]:
 
 def disconnects(target: Target, draw: random.Random) -> tuple[str, list[str]]:
     """A client that leaves while it sends, waits or reads, politely or not."""
-    path = draw.choice([path for path in BODIES if path.startswith("/v1/") and "count" not in path])
-    limit = next(name for name in BODIES[path] if name.startswith("max_"))
+    limits = {path: name for path, body in BODIES.items() for name in body if name.startswith("max_")}
+    path, limit = draw.choice(list(limits.items()))
     body = json.dumps(BODIES[path] | {limit: draw.randrange(1, 60), "stream": draw.random() < 0.7, "n": 1}).encode()
     raw = head(path, len(body)) + body
     raw = raw[: draw.randrange(len(raw))] if draw.random() < 0.2 else raw

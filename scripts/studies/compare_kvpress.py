@@ -24,7 +24,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import LayerCache
 from clusterkv_jax.cache.pages import from_pages
 from clusterkv_jax.generation.batch import bucket
-from clusterkv_jax.generation.generate import completed
+from clusterkv_jax.presets import completed
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 NEW_TOKENS = 24

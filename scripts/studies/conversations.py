@@ -4,13 +4,15 @@
     multi_request  each question follows the context alone, in a fork
 
 Contexts and questions are those of the suite `turns`, which has the right answers in the place of the model's own. A
-line of `--output` is a turn; a run that was interrupted goes on behind the last whole conversation.
+line of `--output` is a turn, and several runs of other methods may share it; a run that was interrupted, or has come to
+its `--limit`, goes on behind its last whole conversation.
 
     python scripts/studies/conversations.py --model smollm2 --methods full,auto,snapkv --output turns.jsonl
 """
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,6 @@ import numpy as np
 import typer
 from rich.box import MARKDOWN
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import clusterkv_jax as ckv
@@ -43,11 +44,13 @@ def contexts(tokenizer: Any, length: int, count: int, seed: int) -> list[list[Ca
     return [turns.conversation(number, length, one, books[number % len(books)], seed) for number in range(count)]
 
 
-def spoken(begun: ckv.Conversation, cases: list[Case]) -> Iterator[dict[str, Any]]:
-    """What comes of each turn, in both modes; all begin where the context was read."""
-    talks = {mode: begun.fork() for mode in turns.GROUPS}
+def spoken(begun: ckv.Conversation, cases: list[Case], modes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What comes of each turn in these modes; all begin where the context was read."""
+    talks = {mode: begun.fork() for mode in modes}
     for case in cases:
         mode, _, turn = case.task.rpartition("_")
+        if mode not in modes:
+            continue
         talk = talks[mode] if mode == "multi_turn" else begun.fork()
         text = "".join(talk.say(case.question.strip()))
         assert talk.result is not None
@@ -81,27 +84,33 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of a context.")] = 4096,
     count: Annotated[int, typer.Option(help="Contexts.")] = 20,
     seed: Annotated[int, typer.Option(help="Of the contexts.")] = 42,
+    modes: Annotated[str, typer.Option(help="Which of both, between commas.")] = ",".join(turns.GROUPS),
+    limit: Annotated[float, typer.Option(help="Seconds after which no other conversation begins.")] = float("inf"),
     output: Annotated[Path | None, typer.Option(help="A file of JSON lines.")] = None,
 ) -> None:
     """Hold conversations, and print what each turn was worth."""
-    network = ckv.load(model)
+    end, network = time.monotonic() + limit, ckv.load(model)
     cases = contexts(network.tokenizer, length, count, seed)
     lines = output.read_text().splitlines() if output is not None and output.exists() else []
     records = [json.loads(line) for line in lines]
-    whole = 2 * turns.TURNS
+    chosen = modes.split(",")
     for name in methods.split(","):
-        done = sum(each["method"] == name for each in records) // whole
+        mine = [each for each in records if each["method"] == name and each["mode"] in chosen]
+        done = len(mine) // (len(chosen) * turns.TURNS)
         how: Any = {"ratio": ratio} if find_preset(name).takes_budget else {}
         room = length + turns.TURNS * TURN
         begun = ckv.Conversation(network, method=name, max_tokens=room, max_new_tokens=turns.NEW_TOKENS, **how)
-        for each in track(cases[done:], name, console=Console(stderr=True), transient=True):
+        for number, each in enumerate(cases[done:], done):
+            if time.monotonic() > end:
+                break
             talk = begun.fork()
             talk.read(each[0].context)
-            new = [{"method": name, **told} for told in spoken(talk, each)]
+            new = [{"method": name, **told} for told in spoken(talk, each, chosen)]
             records += new
             if output is not None:
                 with output.open("a") as file:
                     file.writelines(json.dumps(record) + "\n" for record in new)
+            print(f"{name}, conversation {number}: {[round(told['score'], 2) for told in new]}", flush=True)
     Console(width=140).print(table(records))
 
 

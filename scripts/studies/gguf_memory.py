@@ -2,11 +2,11 @@
 
     python scripts/studies/gguf_memory.py FOLDER
 
-FOLDER gets the file, which a process of its own loads in bfloat16, and is left without it.
+FOLDER gets the file, which processes of their own load, once with its codes and once as numbers in bfloat16. The file
+does not stay.
 """
 
 import math
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -28,27 +28,30 @@ OF_A_LAYER = {
 }
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 LOAD = """
+import resource
 import sys
 import jax
 import clusterkv_jax as ckv
-model = ckv.load(sys.argv[1], dtype="bfloat16")
+model = ckv.load(sys.argv[1], dtype="bfloat16", weights=sys.argv[2])
 print(sum(x.nbytes for x in jax.tree.leaves(jax.block_until_ready(model.params))))
+print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
 def main(folder: Path) -> None:
-    """Print bytes of the file, of the parameters, and the most that the process had."""
+    """Print bytes of the file, of the parameters, and the most that each process had."""
     file = folder / "memory.gguf"
     try:
         write(file)
-        size = file.stat().st_size
-        loaded = subprocess.run([sys.executable, "-c", LOAD, str(file)], check=True, capture_output=True, text=True)
+        print(f"file {file.stat().st_size / 1e9:.2f} GB")
+        for weights in ("stored", "dequantised"):
+            command = [sys.executable, "-c", LOAD, str(file), weights]
+            loaded = subprocess.run(command, check=True, capture_output=True, text=True)
+            parameters, most = map(int, loaded.stdout.split())
+            sizes = f"parameters {parameters / 1e9:.2f} GB, most memory {most / 1e9:.2f} GB"
+            print(f"{weights}: {sizes}, {most / parameters:.2f} times as much")
     finally:
         file.unlink(missing_ok=True)
-    parameters = int(loaded.stdout)
-    peak = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    print(f"file {size / 1e9:.2f} GB, parameters {parameters / 1e9:.2f} GB, most memory {peak / 1e9:.2f} GB")
-    print(f"most memory over parameters: {peak / parameters:.2f}")
 
 
 def write(file: Path) -> None:
