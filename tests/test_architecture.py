@@ -1,4 +1,4 @@
-"""The map in docs/develop/architecture.md is the tree's: every module once, on the floor that its imports give it."""
+"""The maps in docs/develop are the tree's: every room and module once, on the floor that its imports give it."""
 
 import ast
 import importlib
@@ -13,8 +13,8 @@ from clusterkv_jax.methods.registry import METHODS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "clusterkv_jax"
-PAGE = (ROOT / "docs" / "develop" / "architecture.md").read_text(encoding="utf-8")
-MAP = {room: int(floor) for floor, room in re.findall(r"^\| (\d+) \| `([^`]+)` \|", PAGE, re.MULTILINE)}
+PAGES = [(ROOT / "docs" / "develop" / page).read_text(encoding="utf-8") for page in ("architecture.md", "modules.md")]
+MAP = {room: int(floor) for floor, room in re.findall(r"^\| (\d+) \| `([^`]+)` \|", "\n".join(PAGES), re.MULTILINE)}
 FOLDERS = (
     "",
     "runtime/",
@@ -177,3 +177,36 @@ def test_linear_alone_multiplies_with_weights():
     with_weights = [file for file in files() if file.startswith(("blocks/", "models/", "training/"))]
     found = {file for file in with_weights if products(file)}
     assert found == {"blocks/linear.py", "blocks/causal_attention.py", "blocks/tiled_attention.py"}
+
+
+def lines_of_functions(file):
+    """Lines of each function behind its docstring, by name."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+            yield node.name, (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_functions_fit_a_screen():
+    """But those that list the options of a command."""
+    package = [file for file in files() if not file.startswith("cli/")]
+    assert not [(file, name, lines) for file in package for name, lines in lines_of_functions(file) if lines > 60]
+    assert max(lines for _, lines in lines_of_functions("cli/generate.py")) > 60  # which this test would tell
+
+
+def test_a_step_is_read_in_five_files():
+    """The decode loop, the decoder, the protocol, a method and what kinds of caches do."""
+    path = "decoding/__init__.py", "models/decoder.py", "methods/base.py", "methods/knorm.py", "cache/kinds.py"
+    lines = [len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in path]
+    assert sum(lines) <= 600
+    assert lines[1] <= 80
+
+
+def test_a_word_has_one_type():
+    """Classes of all rooms but those whose names are of other people's formats."""
+    ours = [file for file in files() if not file.startswith(("serve/", "models/"))]
+    trees = [(file, ast.parse((PACKAGE / file).read_text(encoding="utf-8"))) for file in ours]
+    names = [(node.name, file) for file, tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    words = [name for name, _ in names if not name.startswith("_")]
+    assert len(words) > 200
+    assert not {name: [file for other, file in names if other == name] for name in words if words.count(name) > 1}

@@ -343,7 +343,9 @@ def test_texts_that_are_too_short_for_their_budget_are_kept_whole(model, tmp_pat
     assert json.loads(kept.stdout)["runs"][0]["texts"] == json.loads(whole.stdout)["runs"][0]["texts"]
 
 
-@pytest.mark.parametrize(("module", "name"), [("decoding", "_read_layer"), ("generation.generate", "decode_loop")])
+@pytest.mark.parametrize(
+    ("module", "name"), [("decoding.prefilling", "_read_layer"), ("generation.generate", "decode_loop")]
+)
 def test_too_little_memory_gets_one_sentence(model, text, monkeypatch, module, name):
     def exhausted(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory trying to allocate 2.50GiB.\nSee above.")

@@ -14,8 +14,8 @@ from clusterkv_jax import decoding
 from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.cache.layers import groups, occupancy
 from clusterkv_jax.cache.pages import from_pages, page_view
-from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step
-from clusterkv_jax.methods.driver import due, steps_until_due
+from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step, prefilling
+from clusterkv_jax.methods.recompression import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import decoder, parameters
 from tests.support.methods import every_method, named
@@ -105,7 +105,7 @@ def test_only_a_long_prompt_is_taken_through_the_mlp_in_parts():
     def inner(tokens):
         hidden = jax.ShapeDtypeStruct((batch, tokens, config.hidden_size), jnp.float32)
         lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        lowered = decoding._read_layer.lower(weights, config, frozenset(), None, hidden, lengths, None)
+        lowered = prefilling._read_layer.lower(weights, config, frozenset(), None, hidden, lengths, None)
         return {int(n) for n in re.findall(rf"tensor<{batch}x(\d+)x100xf32>", lowered.as_text())}
 
     most = tokens_at_once() // batch

@@ -64,6 +64,7 @@ def test_links_lead_somewhere_in_a_checkout_too():
         for link, _ in LINK.findall(_without_code(TEXTS[page])):
             target = Path(os.path.normpath(page.parent / link)) if link else page
             assert target.exists(), f"{page.name}: {link} is made for the site alone"
+            assert DOCS not in page.parents or DOCS in target.parents, f"{page.name}: {link} is outside of the site"
 
 
 def test_the_front_page_is_the_readme():

@@ -6,7 +6,7 @@ import math
 import re
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -201,6 +201,20 @@ def test_the_likeliest_experts_are_chosen():
     logits = np.einsum("btm,em->bte", hidden(2, 5), layer_weights()["router"])
     np.testing.assert_array_equal(chosen, np.argsort(-logits, axis=-1)[..., :3])
     np.testing.assert_allclose(jnp.sum(shares, axis=-1), 1, rtol=1e-6)
+
+
+def test_few_tokens_have_their_experts_by_comparisons(monkeypatch):
+    """On a GPU; as a sort has them, of equal scores the first, and experts that there are whatever the scores are."""
+    scores = jax.random.normal(jax.random.key(0), (2, 3, 16)).at[:, :, 5].set(9).at[:, :, 9].set(9)
+    expected = jax.lax.top_k(scores, 4)
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    best, chosen = blocks._best(scores, 4)
+    np.testing.assert_array_equal(best, expected[0])
+    np.testing.assert_array_equal(chosen, expected[1])
+    assert int(jnp.max(blocks._best(jnp.full((1, 1, 16), jnp.nan), 4)[1])) < 16
+    text = jax.jit(partial(blocks._best, count=4)).lower(scores).as_text()
+    assert "top_k" not in text
+    assert "sort" not in text
 
 
 # --- what a step reads ---

@@ -311,6 +311,6 @@ def test_a_step_whose_logits_are_not_finite_ends_the_generation():
 
 
 def test_numbers_that_compression_breaks_are_laid_at_its_door(monkeypatch):
-    monkeypatch.setattr(import_module("clusterkv_jax.generation.generate"), "_first_not_finite", lambda *_: None)
+    monkeypatch.setattr(import_module("clusterkv_jax.generation.stages"), "_first_not_finite", lambda *_: None)
     with pytest.raises(ValueError, match=r"come with what Full\(\) keeps; without compression all are"):
         ckv.generate(broken(*BAD_LAYER), [SEEN], max_new_tokens=4)

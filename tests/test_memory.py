@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax import decoding
+from clusterkv_jax.decoding import prefilling
 from clusterkv_jax.runtime.errors import out_of_memory_explained
 from tests.support.tiny import prompt, tiny
 
@@ -52,7 +52,7 @@ def test_other_errors_stay_as_they_are(text):
 
 def test_a_layer_that_does_not_fit_leaves_a_model_that_still_answers(monkeypatch):
     """Layer after layer is read into new arrays; parameters are never given away."""
-    layer, calls = decoding._read_layer, []
+    layer, calls = prefilling._read_layer, []
 
     def second_fails(*operands):
         calls.append(operands)
@@ -60,7 +60,7 @@ def test_a_layer_that_does_not_fit_leaves_a_model_that_still_answers(monkeypatch
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes.")
         return layer(*operands)
 
-    monkeypatch.setattr(decoding, "_read_layer", second_fails)
+    monkeypatch.setattr(prefilling, "_read_layer", second_fails)
     with pytest.raises(MemoryError, match="reading 1 x 64 tokens"):
         ckv.generate(tiny(), [prompt(1, 48)], method=HOST, max_new_tokens=4)
     assert ckv.generate(tiny(), [prompt(1, 48)], method=HOST, max_new_tokens=4).stats.new_tokens == [4]

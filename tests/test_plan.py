@@ -374,7 +374,7 @@ def test_the_guide_shows_what_the_command_prints():
         ({"topology": "h200:2x2"}, "--topology 'h200:2x2' is unknown"),
         (
             {"model": "llama-9"},
-            "There is no folder 'llama-9'; allowed: 'demo', llama-3.1-70b, llama-3.1-8b, qwen3-30b-a3b",
+            "There is no folder 'llama-9'; allowed: 'demo', gpt-oss-20b, llama-3.1-70b, llama-3.1-8b, qwen3-30b-a3b",
         ),
         ({"method": "best"}, "Unknown method or preset 'best'"),
         ({"method": "snapkv"}, "--method snapkv needs --cache-ratio."),

@@ -133,7 +133,7 @@ def test_what_threads_compile_is_what_a_request_runs():
     with programs.compilation() as after:
         ckv.generate(tiny(), [prompt(1, 40)], **options)
     assert ahead.programs > 5
-    assert after.programs <= 1  # what the host adds up
+    assert after.programs <= 1  # which sequences have ended, from the host
 
 
 def test_an_error_of_a_thread_is_raised_where_it_is_waited_for(monkeypatch):

@@ -11,8 +11,9 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import methods
-from clusterkv_jax.methods.base import Method, Schedule
+from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.families.eviction import Eviction
+from clusterkv_jax.methods.schedule import Schedule
 from tests.support.methods import PAGE, LargeValues
 
 ROOT = Path(__file__).parents[1]

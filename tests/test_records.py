@@ -192,6 +192,10 @@ def test_published_runs_are_read(name):
     assert table.summarize(lines).rows
 
 
+def test_all_published_answers_together_are_small():
+    assert sum(file.stat().st_size for file in DOCS.rglob("*.gz")) <= 3e6
+
+
 def test_packed_results_are_read_line_by_line(tmp_path):
     (file := tmp_path / "results.jsonl.gz").write_bytes(gzip.compress(b"0" * 2**26, 1))
     with pytest.raises(ValueError, match=r"Line 1 of .* is larger than 1 MiB"):

@@ -13,13 +13,14 @@ import clusterkv_jax as ckv
 from clusterkv_jax import cli
 from clusterkv_jax.benchmark.own_runner import random_params
 from clusterkv_jax.checkpoints.activation_aware import codes_by_text
-from clusterkv_jax.checkpoints.loading import open_checkpoint, parameter_name
+from clusterkv_jax.checkpoints.loading import open_checkpoint, parameter_name, save_huggingface
 from clusterkv_jax.checkpoints.repack import dequantised_rows
 from clusterkv_jax.checkpoints.rounding import rounded
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.planning.abstract_request import parameters
 from clusterkv_jax.runtime.sharding import named_mesh, on_mesh
+from clusterkv_jax.training import trainees
 from tests.support import gguf_writer
 from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tensors, same, write
 from tests.support.quantised_files import FORMATS, mxfp4, quantised
@@ -89,6 +90,17 @@ def test_codes_of_files_stay_codes(tmp_path, format):
     assert_same_model(found, wanted)
 
 
+def test_what_is_trained_and_saved_for_others_is_numbers(tmp_path):
+    folder = folder_of(tmp_path, "gptq")
+    found, wanted = ckv.load(folder, weights="stored"), ckv.load(folder, weights="dequantised")
+    trained = trainees.of_model(found).weights
+    for mine, own in zip(jax.tree.leaves(trained), jax.tree.leaves(wanted.params), strict=True):
+        assert mine.dtype == jnp.float32
+        np.testing.assert_allclose(mine, own, rtol=0, atol=1e-3 * np.abs(own).max())
+    save_huggingface(tmp_path / "saved", found.params, found.config, dtype="float32")
+    assert_same_model(ckv.load(tmp_path / "saved"), wanted)
+
+
 @pytest.mark.parametrize("format", ["int-quantized", "awq", "mxfp4"])
 def test_devices_share_codes(tmp_path, format):
     """Where groups of inputs are not shared equally, each device has all of them."""
@@ -141,6 +153,8 @@ def test_numbers_are_rounded_to_the_nearest_code(tmp_path, weights, most):
     folder = write(tmp_path / "plain", SMALL, tensors())
     found, wanted = ckv.load(folder, weights=weights), ckv.load(folder)
     assert set(kinds(found.params["layers"][0]).values()) == {weights}
+    assert found.params["lm_head"].kind == "int8"  # whatever layers are
+    assert not is_coded(found.params["embed"])
     mine, own = (model.params["layers"][0]["mlp"]["up"] for model in (found, wanted))
     step = most * np.abs(own).max()  # half of one, at most
     error = np.sqrt(np.mean((NUMBERS(mine) - own) ** 2))
@@ -256,7 +270,7 @@ def test_codes_by_a_text_keep_more_of_the_model(tmp_path, family):
     folder = write(tmp_path / "plain", published, random_tensors(published))
     plain, nearest = ckv.load(folder), ckv.load(folder, weights="int4")
     codes = codes_by_text(open_checkpoint(folder), PIECES, lambda done, total: None)
-    assert set(codes) == set(names(nearest.params)) - {name for name in names(nearest.params) if ".experts." in name}
+    assert set(codes) == {name for name in names(nearest.params) if name != "lm_head" and ".experts." not in name}
 
     def place(path, x):
         own = codes.get(parameter_name(path))

@@ -15,7 +15,6 @@ from clusterkv_jax import cli
 from clusterkv_jax.checkpoints import convert
 from clusterkv_jax.checkpoints import orbax as orbax_files
 from clusterkv_jax.checkpoints.loading import CheckpointError, load
-from clusterkv_jax.models.decoder import forward
 from tests.support.checkpoint_files import EMBED, FAMILIES, HEAD, LLAMA, SINGLE, random_tensors, same, write
 
 orbax = pytest.importorskip("orbax.checkpoint")
@@ -45,24 +44,15 @@ def whole(tmp_path_factory):
     return folder
 
 
-jitted_forward = jax.jit(forward, static_argnums=1)
-
-
-def logits(model):
-    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
-    return np.asarray(jitted_forward(model.params, model.config, tokens), np.float32)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", MODELS)
-def test_logits_are_those_of_safetensors(tmp_path, small, family, dtype):
+def test_a_model_is_that_of_safetensors(tmp_path, small, family, dtype):
     source = write(tmp_path / "source", MODELS[family], random_tensors(MODELS[family]), shards=2)
     convert.convert(source, tmp_path / "target", dtype=dtype)
     there, here = load(source, dtype=dtype), load(tmp_path / "target", dtype=dtype)
     assert same(there.params, here.params)
     assert here.config == there.config
     assert here.config.weights == there.config.weights
-    np.testing.assert_array_equal(logits(here), logits(there))
 
 
 def test_the_type_of_the_embeddings_is_kept(tmp_path, small):

@@ -1,5 +1,6 @@
 """Heads of unequal budgets: compressed together, each as a sequence of its own, they are what each is alone."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
 from clusterkv_jax.cache.layers import StepInputs, group_heads, groups, pad_slots, resize
-from clusterkv_jax.methods import base, driver, heads_as_batch, prefill_compression
+from clusterkv_jax.methods import driver, heads_as_batch, prefill_compression, recompression, sharing
 from clusterkv_jax.methods.plan import few_sizes, plan_layer, rows_of_request
 from clusterkv_jax.methods.request import request_of_tensors
 from clusterkv_jax.runtime import control_flow
@@ -65,6 +66,9 @@ def compressed(method, layer, together=True):
     return jax.jit(lambda key: driver.compress_layer(method, whole, budgets, plan, key)[:2])(jax.random.key(layer))
 
 
+compressed_once = functools.cache(compressed)
+
+
 def of_heads(layer, state):
     """What each head of a layer holds in slots for a prompt and more, and what is remembered of it."""
     slots, heads = 256, {}
@@ -101,7 +105,7 @@ def same(got, want):
 def test_a_prompt_leaves_what_each_group_would_alone(name):
     """Rows, their numbers, and what is remembered: of sequences of unequal length, and of heads alike."""
     layer = 0 if name in ("centroids", "scores") else 1
-    together, apart = (compressed(METHODS[name], layer, together=together) for together in (True, False))
+    together, apart = (compressed_once(METHODS[name], layer, together=together) for together in (True, False))
     (in_pages, _), (in_groups, _) = together, apart
     assert isinstance(in_pages, ckv.PagedHeads)
     assert not isinstance(in_groups, ckv.PagedHeads)
@@ -114,42 +118,41 @@ def test_a_prompt_leaves_what_each_group_would_alone(name):
 def test_groups_become_pages(name):
     """As the heads of older files do."""
     _, plan, _ = planned(METHODS[name], 1)
-    together, apart = (compressed(METHODS[name], 1, together=together) for together in (True, False))
+    together, apart = (compressed_once(METHODS[name], 1, together=together) for together in (True, False))
     layer, state = heads_as_batch.repaged(*apart, plan.pool)
     same(layer, together[0])
     same_heads((layer, state), apart)
     assert jax.tree.structure(state) == jax.tree.structure(together[1])
 
 
-def extended(method, monkeypatch, most_bytes=None, together=True):
+def extended(method, together=True):
     """A layer whose heads have taken 40 tokens more, and have been due on the way."""
-    with monkeypatch.context() as patch:
-        if most_bytes is not None:
-            turns = heads_as_batch.in_turns
-            patch.setattr(heads_as_batch, "in_turns", lambda function, tree: turns(function, tree, most_bytes))
-        layer, state = compressed(method, 1, together=together)
-        cache = ckv.KVCache((layer,), (state,), jnp.asarray(LENGTHS))
-        rng, rounds = np.random.default_rng(5), 0
+    layer, state = compressed(method, 1, together=together)
+    cache = ckv.KVCache((layer,), (state,), jnp.asarray(LENGTHS))
+    rng, rounds = np.random.default_rng(5), 0
 
-        @jax.jit
-        def step(cache, k, v, q, scores):
-            real, at = jnp.ones((len(LENGTHS), 1), bool), cache.position[:, None]
-            new = StepInputs(q, k, v, at, real, scores=scores)
-            attended, layer, state = driver.step_layer(method, cache.layers[0], cache.state[0], new)
-            return attended, replace(cache, layers=(layer,), state=(state,), position=cache.position + 1)
+    @jax.jit
+    def step(cache, k, v, q, scores):
+        real, at = jnp.ones((len(LENGTHS), 1), bool), cache.position[:, None]
+        new = StepInputs(q, k, v, at, real, scores=scores)
+        attended, layer, state = driver.step_layer(method, cache.layers[0], cache.state[0], new)
+        return attended, replace(cache, layers=(layer,), state=(state,), position=cache.position + 1)
 
-        recompress = jax.jit(lambda cache: driver.recompress(method, cache, (None,) * len(cache.layers)))
-        for _ in range(40):
+    recompress = jax.jit(lambda cache: recompression.recompress(method, cache, (None,) * len(cache.layers)))
+    for _ in range(40):
 
-            def draw(*shape):
-                return jnp.asarray(rng.standard_normal((len(LENGTHS), 1, *shape)), jnp.float32)
+        def draw(*shape):
+            return jnp.asarray(rng.standard_normal((len(LENGTHS), 1, *shape)), jnp.float32)
 
-            attended, cache = step(cache, draw(HEADS, DIM), draw(HEADS, DIM), draw(HEADS * GROUP, DIM), draw(HEADS))
-            late = driver.due(method, cache)
-            if late is not None and late:
-                cache, rounds = recompress(cache), rounds + 1
-        assert rounds >= 2
-        return attended, cache
+        attended, cache = step(cache, draw(HEADS, DIM), draw(HEADS, DIM), draw(HEADS * GROUP, DIM), draw(HEADS))
+        late = recompression.due(method, cache)
+        if late is not None and late:
+            cache, rounds = recompress(cache), rounds + 1
+    assert rounds >= 2
+    return attended, cache
+
+
+extended_once = functools.cache(extended)
 
 
 @pytest.mark.parametrize(
@@ -157,10 +160,11 @@ def extended(method, monkeypatch, most_bytes=None, together=True):
 )
 def test_decoding_leaves_what_each_group_would_alone(name, most_bytes, monkeypatch):
     """All sequences at once, and one after the other where copies of all would be too large."""
-    (got, together), (want, apart) = (
-        extended(METHODS[name], monkeypatch, most_bytes),
-        extended(METHODS[name], monkeypatch, together=False),
-    )
+    want, apart = extended_once(METHODS[name], together=False)
+    if most_bytes is not None:
+        turns = heads_as_batch.in_turns
+        monkeypatch.setattr(heads_as_batch, "in_turns", lambda function, tree: turns(function, tree, most_bytes))
+    got, together = extended(METHODS[name])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # pages are combined
     same_heads((together.layers[0], together.state[0]), (apart.layers[0], apart.state[0]))
 
@@ -168,11 +172,11 @@ def test_decoding_leaves_what_each_group_would_alone(name, most_bytes, monkeypat
 @pytest.mark.parametrize("name", ["orbit", "gravity", "scores"])
 def test_heads_in_pages_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
     """Scores and codes enter with the rows."""
-    (want, apart), steps = extended(METHODS[name], monkeypatch), []
+    (want, apart), steps = extended_once(METHODS[name]), []
     monkeypatch.setattr(heads_as_batch, "traits", lambda: TRAITS["gpu"])
     step = heads_as_batch.step
     monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
-    got, together = extended(METHODS[name], monkeypatch)
+    got, together = extended(METHODS[name])
     assert steps
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     same(together, apart)
@@ -182,11 +186,11 @@ def test_heads_in_pages_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
 def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
     """What a layer without groups becomes by it is what it becomes by itself."""
     method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
-    alone, steps = extended(method, monkeypatch), []
+    alone, steps = extended_once(method), []
     monkeypatch.setattr(heads_as_batch, "traits", lambda: TRAITS["gpu"])
     step = heads_as_batch.step
     monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
-    same(extended(method, monkeypatch), alone)
+    same(extended(method), alone)
     assert steps
 
 
@@ -194,12 +198,12 @@ def test_equal_heads_take_the_step_of_groups_on_a_gpu(name, monkeypatch):
 @pytest.mark.parametrize("name", ["centroids", "scores"])
 def test_devices_take_the_step_of_groups_for_heads_or_sequences_of_their_own(name, mesh, monkeypatch):
     method = replace(METHODS[name], budget=replace(BUDGET, shares=None))
-    alone, steps = extended(method, monkeypatch), []
+    alone, steps = extended_once(method), []
     monkeypatch.setattr(heads_as_batch, "traits", lambda: TRAITS["gpu"])
     step = heads_as_batch.step
     monkeypatch.setattr(heads_as_batch, "step", lambda *args: steps.append(1) or step(*args))
     with jax.set_mesh(named_mesh(mesh, jax.devices()[: int(mesh[-1])])):
-        got = extended(method, monkeypatch)
+        got = extended(method)
     same(got, alone)
     assert steps
 
@@ -217,7 +221,7 @@ def test_a_gpu_brings_one_layer_after_the_other_to_its_budget(name, monkeypatch)
     cache = ckv.KVCache(tuple(layer for layer, _ in parts), tuple(states), jnp.asarray(LENGTHS))
 
     def recompressed():
-        return jax.jit(lambda cache: driver.recompress(method, cache, (None,) * len(cache.layers)))(cache)
+        return jax.jit(lambda cache: recompression.recompress(method, cache, (None,) * len(cache.layers)))(cache)
 
     elsewhere = recompressed()
     monkeypatch.setattr(control_flow, "platform", lambda: "gpu")
@@ -269,7 +273,7 @@ def compress_layer_of(method, plan, whole, budgets, number):
     ids=lambda method: type(method).__name__,
 )
 def test_heads_that_agree_or_take_turns_stay_in_groups(method):
-    assert not base.is_by_head(method, LAYERS)
+    assert not sharing.is_by_head(method, LAYERS)
 
 
 def test_heads_of_a_layer_have_slots_of_their_own():

@@ -251,11 +251,11 @@ def test_rows_that_a_kernel_moves_stand_where_a_loop_over_heads_puts_them(monkey
 
 
 def library(q, keys, values, lengths):
-    """What a device's attention gives, by plain products."""
-    count, rows = q.shape[1], keys.shape[2]
+    """What a device's attention gives, by plain products, heads first."""
+    count, rows = q.shape[2], keys.shape[2]
     ends = jnp.arange(count)[None] + 1 if lengths is None else jnp.broadcast_to(lengths[:, None], (len(q), count))
-    out, lse = attend_where(q, keys, values, ordinals(rows, 3) < ends[..., None])
-    return out, jnp.swapaxes(lse, 1, 2)
+    found = attend_where(jnp.swapaxes(q, 1, 2), keys, values, ordinals(rows, 3) < ends[..., None])
+    return tuple(jnp.swapaxes(x, 1, 2) for x in found)
 
 
 @pytest.mark.parametrize("layer", ["one group", "groups", "codes", "pages"])

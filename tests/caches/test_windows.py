@@ -14,7 +14,8 @@ from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.cache.layers import WindowCache, groups, occupancy, overflowed
 from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.checkpoints.loading import calibrated
-from clusterkv_jax.decoding import append_step_jit, decode_step, prefill
+from clusterkv_jax.decoding import decode_step, prefill
+from clusterkv_jax.decoding.appending import append_step_jit
 from clusterkv_jax.learned.repeated_attention import AttentionView, attend
 from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.observation import calibrate

@@ -1,4 +1,4 @@
-"""Compiles a decode step over two H100s that are not there; run by test_gpu_compile.
+"""Compiles a decode step over two H100s that are not there; run by test_gpu_layers.
 
 Prints as JSON the bytes that a device sends in a step, and how many weights' products have become reductions.
 

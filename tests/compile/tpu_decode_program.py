@@ -1,6 +1,6 @@
 """Compiles the decode program for a TPU topology and prints what it found as JSON; run by test_tpu_compile.
 
-Usage: python tests/compile/tpu_decode_program.py PRESET LAYERS BATCH TOKENS [TOPOLOGY]
+Usage: python tests/compile/tpu_decode_program.py PRESET LAYERS BATCH TOKENS [TOPOLOGY [WEIGHTS]]
 A process of its own: libtpu reads its settings from the environment once, and a compiler's abort must not end the
 tests.
 """
@@ -33,12 +33,14 @@ def largest_array(result: str) -> int:
     return max(sizes, default=0)
 
 
-def compile_loop(name: str, layers: int, batch: int, tokens: int, topology: str = "v5e:2x4") -> dict[str, float]:
+def compile_loop(
+    name: str, layers: int, batch: int, tokens: int, topology: str = "v5e:2x4", weights: str | None = None
+) -> dict[str, float]:
     """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over the chips, 20 % of the prompt kept."""
     devices = tpu_devices(topology)
     mesh = fitted_mesh(named_mesh(f"model={len(devices)}", devices), described.LLAMA.num_kv_heads)
     config = replace(described.LLAMA, num_layers=layers)
-    job = ProgramJob(config, preset(name, ckv.Budget(ratio=0.2)), mesh, batch, tokens, NEW_TOKENS)
+    job = ProgramJob(config, preset(name, ckv.Budget(ratio=0.2)), mesh, batch, tokens, NEW_TOKENS, weights=weights)
     compiled = job.decode(layers).compile()
     memory = compiled.memory_analysis()
     return {

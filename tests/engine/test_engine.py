@@ -338,6 +338,8 @@ def test_the_plan_of_memory_counts_what_is_there():
     assert small.total == small.weights + small.slots + small.prompt + small.contexts
     assert engine(method=ckv.Full()).memory.slots > small.slots
     assert engine(device_bytes=small.total).memory == small
+    left = 10 * small.total - small.total + small.contexts
+    assert engine(device_bytes=10 * small.total).memory.contexts == left // 2
 
 
 def test_a_queue_that_is_full_is_worked_on():

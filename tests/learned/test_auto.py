@@ -30,6 +30,15 @@ def test_auto_becomes_what_the_calibration_chose(choice, expected):
     assert method.budget.shares is not None
 
 
+@pytest.mark.parametrize("ratio", [0.5, 0.25, 0.125, 0.0625, 0.03125])
+def test_auto_of_the_demo_model_is_what_its_tables_say(ratio):
+    """OrbitKV with the papers' exponent at every budget, so that no figure of theirs moves with what others choose."""
+    model, budget = ckv.load("demo"), ckv.Budget(ratio=ratio)
+    method = presets.completed(model, ckv.Auto(budget))
+    assert method == presets.completed(model, ckv.OrbitKV(budget))
+    assert type(method) is ckv.OrbitKV
+
+
 def test_what_is_asked_of_auto_stays():
     model = ckv.load("demo")
     model = replace(model, calibration=replace(model.calibration, auto="kvzap"))

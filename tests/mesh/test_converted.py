@@ -12,7 +12,7 @@ from clusterkv_jax.models.decoder import forward
 from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime.sharding import fitted_mesh, named_mesh, on_mesh, param_shardings
 from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, same, write
-from tests.support.families import COVERED, PUBLISHED
+from tests.support.families import PUBLISHED
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -41,21 +41,12 @@ def test_any_mesh_holds_the_model(tmp_path, small, text, dtype, published):
     assert jax.tree.all(jax.tree.map(lambda x, sharding: x.sharding == sharding, many.params, shardings))
 
 
-@pytest.mark.parametrize("text", ["data=2,model=4", "model=8"])
-def test_logits_are_those_of_safetensors_on_the_mesh(tmp_path, small, text):
-    source = write(tmp_path / "source", LLAMA, random_tensors(LLAMA))
-    convert.convert(source, tmp_path / "target")
-    tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
-    logits = []
-    for folder in (source, tmp_path / "target"):
-        model = load(folder, mesh=named_mesh(text))
-        with on_mesh(model.mesh, model.config.num_kv_heads):
-            logits.append(np.asarray(forward(model.params, model.config, tokens)))
-    np.testing.assert_array_equal(*logits)
+# Each has parameters, or sums over devices, that the ones before it have not; the others with ARGS="-m exhaustive".
+UNLIKE = ("llama", "olmo2", "gemma2", "phi3", "qwen3_moe", "glm4_moe", "gpt_oss", "cohere2", "opt")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.exhaustive if name in COVERED else ()) for name in PUBLISHED]
+    "family", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in UNLIKE)) for name in PUBLISHED]
 )
 def test_families_compute_the_same_on_a_mesh(tmp_path, family):
     """Norms over all heads cross devices, and so do the parts of fused projections, and experts."""

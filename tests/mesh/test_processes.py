@@ -1,7 +1,6 @@
 """A job of several processes that loses some of them ends with the unbroken run's answers, each of them once."""
 
 import json
-import re
 import signal
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests.support.job import ASKED, EXAMPLES, Job, answers, stub
 
-RESTART, ERROR = 75, 2
+RESTART = 75
 
 
 @pytest.fixture(scope="module")
@@ -130,57 +129,3 @@ def test_two_processes_answer_as_one(model, alone, tmp_path, mesh):
     assert [process["devices"] for process in session["processes"]] == [1, 1]
     for index in range(2):
         assert "done" in (job.folder / "logs" / f"process-{index}.log").read_text()
-
-
-TASK = """task: whales
-dataset_path: json
-dataset_kwargs: {data_files: {test: ROWS}}
-test_split: test
-output_type: generate_until
-doc_to_text: '{{q}}'
-doc_to_target: '{{a}}'
-generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-
-
-def test_the_harness_asks_two_processes(model, tmp_path):
-    """Its answers are those that one process gives it."""
-    pytest.importorskip("lm_eval")
-    rows = [{"q": f"Call me Ishmael, {i} times. " * (3 + i % 4), "a": "no"} for i in range(8)]
-    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "whales.yaml").write_text(TASK.replace("ROWS", str(tmp_path / "rows.json")))
-
-    def command(folder, address, count, index):
-        asked = ["--model", "clusterkv", "--model_args", f"model={model},method=snapkv,cache_ratio=0.5"]
-        asked += f"--batch_size 2 --tasks whales --include_path {tmp_path} --output_path {folder} --log_samples".split()
-        asked += ["--cache-folder", jax.config.jax_compilation_cache_dir]
-        who = ["--coordinator-address", address, "--num-processes", count, "--process-id", index, "--distributed"]
-        return ["-m", "clusterkv_jax.cli", "lm-eval", *asked, *(who if count > 1 else [])]
-
-    found = []
-    for count in (1, 2):
-        job = Job(tmp_path / f"results-{count}", command)
-        job.start(count, HF_DATASETS_CACHE=tmp_path / "data", HF_HUB_OFFLINE=1)
-        ends = job.ends()
-        assert [code for code, _ in ends] == [0] * count, ends
-        assert "whales" in ends[0][1]
-        [file] = job.folder.rglob("samples_whales*.jsonl")
-        lines = map(json.loads, file.read_text().splitlines())
-        found.append([(line["doc_id"], line["resps"]) for line in lines])
-    assert found[0] == found[1]
-    assert len(found[0]) == len(rows)
-
-
-def test_a_harness_that_refuses_ends_all(tmp_path):
-    pytest.importorskip("lm_eval")
-
-    def command(folder, address, count, index):
-        who = ["--coordinator-address", address, "--num-processes", count, "--process-id", index]
-        return ["-m", "clusterkv_jax.cli", "lm-eval", "--distributed", *who, "--model", "clusterkv", "--nonsense"]
-
-    job = Job(tmp_path / "results", command)
-    job.start(2)
-    for code, said in job.ends():
-        assert code == ERROR, said
-        assert re.search(r"Error: (Process 0 .* ended: )?The harness ended with 2; it says why above\.", said)

@@ -54,7 +54,7 @@ def often(*case):
 @pytest.mark.parametrize(
     ("shape", "method"),
     [
-        ((1, 4), CHELSEA),
+        often((1, 4), CHELSEA),
         often((8,), CENTROID),
         often((8,), ckv.AdaKV(HALF, window=4, kernel=3)),
         ((8,), ckv.DropKV(HALF, window=4, kernel=3, scope="layer", decode_interval=4)),

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from flax import nnx
 
 # bonsai mixes ranks and dtypes.
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCAB, HALF = 61, ckv.Budget(ratio=0.5)
 PROMPT = list(prompt(1, 200))

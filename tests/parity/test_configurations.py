@@ -25,7 +25,7 @@ import transformers  # noqa: E402  (transformers decides on import what it can d
 from tests.support.families import COVERED, WRAPPERS  # noqa: E402
 
 # Ids that a vocabulary lacks are left out with a warning, and so are files that transformers wonders at.
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAMILIES = sorted(registry.FAMILIES.keys() & transformers.CONFIG_MAPPING.keys() - WRAPPERS.keys())
 THETA = {"rope_theta": 7e3}

@@ -19,8 +19,6 @@ import transformers  # noqa: E402  (transformers decides on import what it can d
 from tests.support.families import COVERED, GRANITE, LLAMA3, PARITY  # noqa: E402
 from tests.support.shared_data import shared  # noqa: E402
 
-pytestmark = pytest.mark.parity
-
 # transformers rotates shorter texts otherwise; we have one kind of rotation a model.
 _LONG_ONLY = {"phi4-mini": 33}
 _COVERED = [name for name, published in PARITY.items() if published["model_type"] in COVERED]

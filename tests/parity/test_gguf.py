@@ -12,8 +12,6 @@ from tests.support import checkpoint_files, gguf_writer
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-pytestmark = pytest.mark.parity
-
 KINDS = ("F16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 # Rows of 256 numbers, which the K types need.
 SIZES = {

@@ -12,7 +12,6 @@ import transformers  # noqa: E402  (transformers decides on import what it can d
 
 from tests.parity import test_families as families  # noqa: E402
 
-pytestmark = pytest.mark.parity
 checkpoint = families.checkpoint
 
 

@@ -12,8 +12,6 @@ from clusterkv_jax.storage.weight_files import entries_of
 torch = pytest.importorskip("torch", reason="the parity tests compare with transformers on torch: pip install torch")
 from safetensors.torch import save_file  # noqa: E402
 
-pytestmark = pytest.mark.parity
-
 # format -> what compressed-tensors is told of the weights
 COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8 by channels": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
@@ -78,3 +76,25 @@ def test_mxfp4(tmp_path):
     wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2).reshape(24, 96).numpy()
     found = numbers(tmp_path, {"gate_up_proj_blocks": blocks, "gate_up_proj_scales": scales}, {"quant_method": "mxfp4"})
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_awq(tmp_path):
+    """As compressed-tensors converts it."""
+    converters = pytest.importorskip("compressed_tensors.entrypoints.convert.converters.autoawq")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    settings = pytest.importorskip("compressed_tensors.quantization")
+    generator = torch.Generator().manual_seed(0)
+
+    def words(*shape: int) -> Any:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+    scales = torch.rand(3, 48, generator=generator).to(torch.float16)
+    stored = {"qweight": words(96, 6), "qzeros": words(3, 6), "scales": scales}
+    converter = converters.AutoAWQConverter(group_size=32)
+    parts = converter.process({f"up.{name}": x.clone() for name, x in stored.items()})
+    arguments = settings.QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=False)
+    scheme = settings.QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor = compressors.BaseCompressor.get_value_from_registry("pack-quantized")
+    plain = compressor.decompress({name.removeprefix("up."): x for name, x in parts.items()}, scheme)
+    found = numbers(tmp_path, stored, {"quant_method": "awq", "bits": 4, "version": "gemm"})
+    np.testing.assert_allclose(found, plain["weight"].float().numpy(), rtol=1e-3)  # theirs are rounded to 16 bits

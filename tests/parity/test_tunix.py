@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingImports]
 
 # tunix mixes ranks, and calls what flax warns of.
-pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCAB, HALF = 61, ckv.Budget(ratio=0.5)
 SIZES = {"num_layers": 2, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

@@ -64,6 +64,22 @@ def test_a_history_that_is_sent_again_is_not_read_again(client, server):
         assert turn == 0 or key_of(text) in server.contexts
 
 
+def test_tokens_of_a_text_that_is_there_are_not_made_again(client, server, monkeypatch):
+    """Of a long text that takes longer than its answer."""
+    encode, lengths = server.model.tokenizer.encode, []
+    monkeypatch.setattr(
+        server.model.tokenizer, "encode", lambda text, **how: lengths.append(len(text)) or encode(text, **how)
+    )
+    messages, how = [{"role": "user", "content": QUESTIONS[1] + SYSTEM * 2}], {"model": NAME, "temperature": 0}
+    said = client.chat.completions.create(messages=messages, max_completion_tokens=NEW, **how)
+    assert max(lengths) > len(SYSTEM * 2)
+    lengths.clear()
+    messages += [{"role": "assistant", "content": said.choices[0].message.content}]
+    messages += [{"role": "user", "content": QUESTIONS[0]}]
+    client.chat.completions.create(messages=messages, max_completion_tokens=NEW, **how)
+    assert 0 < max(lengths) <= len(f"<user>{QUESTIONS[0]}<assistant>")
+
+
 def test_a_prompt_that_is_asked_again_is_not_read_again(client, server):
     ask = [{"role": "user", "content": SYSTEM + QUESTIONS[0]}]
     how = {"model": NAME, "messages": ask, "temperature": 0, "max_completion_tokens": NEW}
@@ -154,6 +170,17 @@ def test_a_text_that_was_not_there_is_read_once_to_be_compacted(client):
     assert first.output[0].encrypted_content == second.output[0].encrypted_content
 
 
+def test_what_leaves_the_store_while_it_is_extended_is_extended(client, server, monkeypatch):
+    """There is room for one text: the longer one takes the place of its beginning before that is asked."""
+    turns = [{"role": "user", "content": SYSTEM}, {"role": "assistant", "content": "Yes."}]
+    client.responses.compact(model=NAME, input=turns)
+    monkeypatch.setitem(vars(server), "settings", replace(server.settings, shared_contexts=1))
+    told = client.responses.compact(model=NAME, input=[*turns, {"role": "user", "content": "Why?"}])
+    details = told.usage.input_tokens_details
+    assert (details.cached_tokens, details.cache_write_tokens) == (len(f"<user>{SYSTEM}<assistant>Yes."), 10)
+    assert len(server.contexts) == 1
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_response_is_compacted_beyond_its_threshold(client, streams):
     how = {"model": NAME, "temperature": 0, "max_output_tokens": NEW}
@@ -177,7 +204,40 @@ def test_a_response_is_compacted_beyond_its_threshold(client, streams):
     assert last.usage.input_tokens_details.cached_tokens == done.usage.input_tokens + NEW - 1
 
 
-def test_what_cannot_be_compacted_is_refused(client):
+@pytest.mark.parametrize("streams", [False, True])
+def test_claude_s_conversation_is_compacted_behind_an_answer(client, address, server, streams):
+    edits = [{"type": "compact_20260112", "trigger": {"type": "input_tokens", "value": 120}}]
+    how = {"model": NAME, "max_tokens": NEW, "system": SYSTEM, "context_management": {"edits": edits}}
+    how |= {"extra_body": {"temperature": 0}}
+    kinds, messages = [], []
+    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as claude:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            if streams:
+                with claude.beta.messages.stream(messages=messages, **how) as stream:
+                    done = stream.get_final_message()
+            else:
+                done = claude.beta.messages.create(messages=messages, **how)
+            kinds.append([block.type for block in done.content])
+            answer = [block.model_dump(exclude_none=True) for block in done.content]
+            # What stands before a compaction need not be sent.
+            messages = [{"role": "assistant", "content": answer}] if len(answer) > 1 else [*messages, done.to_dict()]
+            messages = [{name: each[name] for name in ("role", "content")} for each in messages]
+        assert kinds == [["text"], ["text", "compaction"], ["text", "compaction"]]
+        counted = claude.messages.count_tokens(model=NAME, system=SYSTEM, messages=messages)
+    cached = done.usage.cache_read_input_tokens or 0
+    assert counted.input_tokens > cached > len(SYSTEM) + len(QUESTIONS[0])
+
+
+def test_what_cannot_be_compacted_is_refused(client, address):
+    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0) as claude:
+        ask = {"model": NAME, "max_tokens": NEW, "messages": [{"role": "user", "content": "Why?"}]}
+        edit = {"type": "compact_20260112", "pause_after_compaction": True}
+        with pytest.raises(anthropic.BadRequestError, match="pause_after_compaction = True is not supported"):
+            claude.beta.messages.create(**ask, context_management={"edits": [edit]})
+        ask["messages"].insert(0, {"role": "assistant", "content": [{"type": "compaction", "encrypted_content": "0"}]})
+        with pytest.raises(anthropic.NotFoundError, match="There is no response '0'"):
+            claude.beta.messages.create(**ask)
     unknown = {"type": "compaction", "encrypted_content": "0" * 64}
     with pytest.raises(openai.NotFoundError, match="is kept no longer; send the whole conversation"):
         client.responses.create(model=NAME, input=[unknown, {"role": "user", "content": "Why?"}])

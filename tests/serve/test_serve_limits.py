@@ -17,7 +17,7 @@ from clusterkv_jax.checkpoints.loading import save_huggingface
 from clusterkv_jax.serve import Settings, make_server
 from clusterkv_jax.serve.errors import ApiError
 from clusterkv_jax.serve.grammar import allowed_tokens, of_call
-from clusterkv_jax.serve.prompts import Conversation, Prompt, joined, of_conversation
+from clusterkv_jax.serve.prompts import ChatPrompt, Prompt, joined, of_conversation
 from clusterkv_jax.serve.tools import Call, ToolChoice, calls_in, choice_of, visible
 from tests.fuzz.mutations import mutated
 from tests.fuzz.rules import check_sentence
@@ -192,11 +192,11 @@ def test_a_choice_of_tools_is_one_of_four(wanted):
 def test_a_conversation_is_cut_before_the_last_user_s_turn():
     model = byte_model(TEMPLATE)
     said = [USER, {"role": "assistant", "content": "Ann."}, {"role": "user", "content": "And who is he?"}]
-    prompt = of_conversation(model, Conversation(said))
+    prompt = of_conversation(model, ChatPrompt(said))
     parts = [model.tokenizer.decode(part) for part in (prompt.shared, prompt.rest)]
     assert parts == ["<user>Who are you?<assistant>Ann.", "<user>And who is he?<assistant>"]
-    assert of_conversation(model, Conversation(said[:1])).shared == []
-    plain = of_conversation(byte_model(), Conversation(said, cut=(0, 3)))
+    assert of_conversation(model, ChatPrompt(said[:1])).shared == []
+    plain = of_conversation(byte_model(), ChatPrompt(said, cut=(0, 3)))
     assert [model.tokenizer.decode(part) for part in (plain.shared, plain.rest)] == [
         "Who",
         " are you?Ann.\n\nAnd who is he?",
@@ -207,14 +207,14 @@ def test_a_template_that_writes_messages_anew_shares_nothing():
     upper = "{% for m in messages %}{{ m.content[:5] }}{% endfor %}"
     said = [{"role": "system", "content": "Be brief."}, USER]
     model = byte_model(upper)
-    assert of_conversation(model, Conversation(said)) == Prompt(
+    assert of_conversation(model, ChatPrompt(said)) == Prompt(
         [], model.tokenizer.encode("Be brWho a"), text="Be brWho a"
     )
 
 
 def test_tools_need_a_template_that_knows_them():
     with pytest.raises(ValueError, match="knows no tools"):
-        of_conversation(byte_model("{{ messages[0].content }}"), Conversation([USER], None, {"tools": [FUNCTION]}))
+        of_conversation(byte_model("{{ messages[0].content }}"), ChatPrompt([USER], None, {"tools": [FUNCTION]}))
 
 
 def test_blocks_stand_a_blank_line_apart():

@@ -37,17 +37,24 @@ def model(case):
     stored = hf_weights.layout(config, registry.FAMILIES["llama"].weights)
     params = jax.tree.map(lambda place: jnp.asarray(place.view(tensors[place.name].astype(np.float32))), stored)
     tokens = jnp.asarray(tensors["tokens"])
+    layers, logits = jax.jit(read, static_argnums=1)(params, config, tokens)
+    close(logits[:, -1], tensors["logits_last"], 1e-4)
+    layers = [SimpleNamespace(**layer) for layer in layers]
+    return SimpleNamespace(params=params, config=config, tokens=tokens, layers=layers, rope=rope, meta=meta)
+
+
+def read(params, config, tokens):
+    """What each layer makes of the tokens, and the logits."""
     positions = ordinals(tokens.shape[1], 2)
     hidden, layers = decoder.embed(params, config, tokens, positions), []
     for layer in params["layers"]:
         inputs = decoder.attention_input(layer, config, hidden)
         q, k, v, _ = decoder.attention_in(layer, config, hidden, positions)
         heads = {name: jnp.swapaxes(x, 1, 2) for name, x in (("q", q), ("k", k), ("v", v))}
-        before = {f"{name}_before": expected.before_rotation(heads[name], positions, rope) for name in "qk"}
-        layers.append(SimpleNamespace(hidden=inputs, **heads, **before, output=layer["attention"]["o"]))
+        before = {f"{name}_before": expected.before_rotation(heads[name], positions, config.rope) for name in "qk"}
+        layers.append({"hidden": inputs, **heads, **before, "output": layer["attention"]["o"]})
         hidden = decoder.attention_out_and_mlp(layer, config, hidden, causal_attention(q, k, v))
-    close(decoder.unembed(params, config, hidden)[:, -1], tensors["logits_last"], 1e-4)
-    return SimpleNamespace(params=params, config=config, tokens=tokens, layers=layers, rope=rope, meta=meta)
+    return layers, decoder.unembed(params, config, hidden)
 
 
 def lowest(scores, count):

@@ -1,5 +1,6 @@
 """Programs in processes of their own."""
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -7,6 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def python(*arguments: Any, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -30,6 +33,22 @@ def compiled(script: Path, *arguments: Any, timeout: float = 600) -> Any:
             process = _python(script, *arguments, timeout=timeout)
     assert process.returncode == 0, _end(process)
     return json.loads(process.stdout.splitlines()[-1])
+
+
+def compiled_for_a_gpu(script: Path, *arguments: Any) -> Any:
+    """The same of a script that compiles for a GPU: without the compiler for it the test is skipped."""
+    missing = [name for name in ("jax_plugins.xla_cuda12", "nvidia.cuda_nvcc") if not _is_installed(name)]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)} (extra `compile`)")
+    # Some minutes on two cores; a slow machine that runs other tests beside needs more than ten.
+    return compiled(script, *arguments, timeout=1800)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
 
 
 def _python(*arguments: Any, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -44,7 +44,7 @@ def attention_oracle(q, keys, values, degree, length, soft_cap=None):
     grouped = q.reshape(batch, tokens, keys.shape[1], -1, dim)
     score = np.einsum("btkgd,bkcd->bkgtc", grouped, keys) / np.sqrt(dim)
     score = (score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)) + bias[:, :, None, None]
-    peak = score.max(axis=-1, keepdims=True)
+    peak = score.max(axis=-1, keepdims=True, initial=-np.inf)
     weight = np.exp(score - np.where(np.isfinite(peak), peak, 0))
     total = weight.sum(axis=-1, keepdims=True)
     probs = weight / np.where(total > 0, total, 1)

@@ -9,17 +9,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from clusterkv_jax.kernels.quantised_linear import pallas_gpu, quantised_linear, reference
+from clusterkv_jax.kernels.quantised_linear import by_halves, one_row_cpu, pallas_gpu, quantised_linear, reference
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
+from clusterkv_jax.runtime.dispatch import LeftToXLA
 from tests.kernels.base import compiled, near, normal, tolerance
 
 SMALL = {"block": 32, "depth": 32, "step": 64, "splits": 2}
 BACKENDS = {
-    "quantised_linear": {"xla": reference.quantised_linear},
+    "quantised_linear": {"xla": reference.quantised_linear, "by halves": by_halves.quantised_linear},
     "quantised_linear of few rows": {
         "xla": reference.quantised_linear,
         "gpu": partial(pallas_gpu.quantised_linear, sizes=SMALL, interpret=True),
     },
+    "quantised_linear of one row": {"xla": reference.quantised_linear, "cpu": one_row_cpu.quantised_linear},
 }
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -43,6 +45,14 @@ FEW_ROWS = [
     ("int4", 2, 128, 1, 32, True, jnp.bfloat16),
     ("fp8", 5, 96, 3, 32, False, jnp.bfloat16),
     ("mxfp4", 1, 256, 8, 64, False, jnp.bfloat16),
+]
+
+# Sums of a group that are several and one, a group of all inputs, and outputs that fill no vector.
+ONE_ROW = [
+    ("int4", 1, 128, 2, 64, True, jnp.float32),
+    ("int4", 1, 96, 6, 43, False, jnp.bfloat16),
+    ("int8", 1, 96, 1, 48, False, jnp.float32),
+    ("int8", 1, 64, 2, 48, True, jnp.bfloat16),
 ]
 
 
@@ -86,6 +96,10 @@ def check_few_rows(implementation, *, examples=2):
     check_product(implementation, examples=examples, shapes=FEW_ROWS)
 
 
+def check_one_row(implementation, *, examples=2):
+    check_product(implementation, examples=examples, shapes=ONE_ROW)
+
+
 def halves_the_other_way_round(x, weights):
     if weights.codes.dtype == jnp.uint8:
         weights = replace(weights, codes=weights.codes << 4 | weights.codes >> 4)
@@ -115,8 +129,16 @@ def without_the_last_step(x, weights):
 
 
 WRONG = [halves_the_other_way_round, scales_of_the_first_group, without_offsets, without_the_last_output]
-CHECKS = {"quantised_linear": [check_product], "quantised_linear of few rows": [check_few_rows]}
-BROKEN = {check_product: WRONG, check_few_rows: [*WRONG, even_outputs_for_odd_ones, without_the_last_step]}
+CHECKS = {
+    "quantised_linear": [check_product],
+    "quantised_linear of few rows": [check_few_rows],
+    "quantised_linear of one row": [check_one_row],
+}
+BROKEN = {
+    check_product: WRONG,
+    check_few_rows: [*WRONG, even_outputs_for_odd_ones, without_the_last_step],
+    check_one_row: [*WRONG, without_the_last_step],
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES[:6])
@@ -135,10 +157,25 @@ def test_codes_of_heads_have_the_shape_of_their_parameter():
 
 
 def test_no_program_holds_the_weights_as_numbers():
-    x, weights, _ = operands(0, "int4", 1, 1024, 8, 301, True, jnp.float32)
+    """Of few rows a tile, of one row sums of 16 inputs; nor does a loop over tokens hold what it could take out."""
+    x, weights, _ = operands(0, "int4", 2, 1024, 8, 301, True, jnp.float32)
+
+    def tokens(x, weights):
+        return jax.lax.fori_loop(0, 4, lambda _, y: y + quantised_linear(x + y[:, :1], weights)[0], jnp.zeros((1, 301)))
+
     text = jax.jit(quantised_linear).lower(x, weights).compile().as_text() or ""
     assert "[1024,101]" in text  # a tile
+    of_one = jax.jit(tokens).lower(x[:1], weights).compile()
+    assert of_one.memory_analysis().temp_size_in_bytes < 2 * 4 * 64 * 301
+    text += of_one.as_text() or ""
     assert not any(f"{name},301]" in text for name in ("f32[512", "f32[1024", "f32[2,512", "f32[8,128", "f32[8,64"))
+
+
+@pytest.mark.parametrize("shape", [("fp8", 1, 96, 3, 48), ("int8", 2, 96, 3, 48), ("int8", 1, 96, 8, 48)])
+def test_other_products_of_a_cpu_are_left_to_xla(shape):
+    x, weights, _ = operands(0, *shape, False, jnp.float32)
+    with pytest.raises(LeftToXLA):
+        one_row_cpu.quantised_linear(x, weights)
 
 
 def test_rows_of_another_width_are_refused():

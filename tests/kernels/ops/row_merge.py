@@ -17,13 +17,13 @@ BACKENDS = {
     "gpu-in-turns": partial(pallas_gpu.row_merge, sizes={"moved_rows": 2, "move_programs": 1}, interpret=True),
 }
 
-# batch, heads, slots, entries of the list, head dim, chunk, dtype
+# batch, heads, slots, entries of the list, head dim, chunk, dtype, and of how many (none, keys, both) squares are known
 MERGE_SHAPES = [
-    (2, 2, 160, 149, 20, 32, jnp.float32),
-    (1, 2, 70, 70, 64, 64, jnp.bfloat16),
-    (1, 2, 60, 55, 24, 20, "int8"),
-    (1, 1, 60, 60, 32, 16, "float8_e4m3"),
-    (1, 2, 50, 44, 16, 16, "int4"),
+    (2, 2, 160, 149, 20, 32, jnp.float32, 2),
+    (1, 2, 70, 70, 64, 64, jnp.bfloat16, 0),
+    (1, 2, 60, 55, 24, 20, "int8", 2),
+    (1, 1, 60, 60, 32, 16, "float8_e4m3", 1),
+    (1, 2, 50, 44, 16, 16, "int4", 0),
 ]
 # A merged row's error in units of its largest number: half a step of its codes.
 STEP = {"int8": 0.51 / 127, "float8_e4m3": 0.51 / 8, "int4": 1.01 / 16}
@@ -35,7 +35,7 @@ def check_row_merge(implementation, *, shapes=MERGE_SHAPES, examples=6):
 
 
 def check_row_merge_of(shape, implementation, examples):
-    batch, heads, slots, listed, dim, chunk, dtype = shape
+    batch, heads, slots, listed, dim, chunk, dtype, squared = shape
     run = compiled(partial(implementation, chunk=chunk))
 
     def check(seed, levels, length, share, lost, few):
@@ -56,8 +56,7 @@ def check_row_merge_of(shape, implementation, examples):
         ints = [np.asarray(x, np.int32) for x in (rows, counted, match)]
         operands = (np.asarray(degree, np.float32), *ints, np.asarray(score, np.float32), merges)
         both = [np.asarray(row_squares(jax.tree.map(jnp.asarray, x))) for x in dirty]
-        # None, one or both.
-        squares = tuple(x if levels > at else None for at, x in enumerate(both))
+        squares = tuple(x if at < squared else None for at, x in enumerate(both))
         keys, values, *rest, new_squares = run(*dirty, *operands, squares)
         assert jax.tree.map(lambda x: x.dtype, [keys, values, *rest]) == jax.tree.map(
             lambda x: x.dtype, [*dirty, operands[0], operands[1]]

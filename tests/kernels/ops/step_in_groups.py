@@ -62,9 +62,14 @@ def check_capped_step(implementation, *, examples=3):
     check_step_of(STEP_SHAPES[0], implementation, examples, soft_cap=0.7)
 
 
-def check_step_of(shape, implementation, examples, **cap):
+def check_step_of_tempered_degrees(implementation, *, examples=3):
+    check_step_of(STEP_SHAPES[0], implementation, examples, power=0.5)
+
+
+def check_step_of(shape, implementation, examples, power=1.0, **cap):
     batch, group, heads, _, dim, dtype = shape
-    run = compiled(partial(implementation, heads=heads, **cap))
+    tempered = {} if power == 1 else {"degree_power": power}
+    run = compiled(partial(implementation, heads=heads, **tempered, **cap))
 
     def check(seed, share, held):
         q, new, (position, real), score, buffers, lengths = case(shape, seed, share, held)
@@ -90,7 +95,7 @@ def check_step_of(shape, implementation, examples, **cap):
                     assert got.dtype == want.dtype
                     np.testing.assert_array_equal(np.asarray(got).view(np.uint8), want.view(np.uint8))
             queries = q.reshape(batch, 1, -1, group, dim)[:, :, list(mine)].reshape(batch, 1, -1, dim)
-            exact = [np.asarray(x, np.float64) for x in (queries, keys, values, degree)]
+            exact = [np.asarray(x, np.float64) for x in (queries, keys, values, np.power(degree, power))]
             part = attention_oracle(*exact, length + real, **cap)
             index = [head * group + i for head in mine for i in range(group)]
             want_out[:, :, index], want_lse[:, :, index] = part[0], part[1]
@@ -145,11 +150,13 @@ def check_coded_step_of(name, implementation, examples):
     drawn(check, examples, st.integers(0, 2**16), st.sampled_from([1.0, 0.5]), held)
 
 
-def check_paged_step(implementation, *, examples=4):
-    """Heads in pages of 16 slots: what enters, and attention, are those of each head's slots alone."""
-    batch, group, page, pages, dim = 2, 2, 16, 8, 24
-    first = np.asarray([[0, 3, 4], [0, 1, 2]], np.int32)
-    run = compiled(partial(implementation, heads=((0, 1, 2),), largest=128))
+def check_paged_step(implementation, *, examples=4, power=1.0):
+    """Heads in pages of 16 slots: what enters, and attention, are those of each head's slots alone; two heads of the
+    last sequence have none, as where no prompt ever came.
+    """
+    batch, group, page, pages, dim = 3, 2, 16, 8, 24
+    first = np.asarray([[0, 3, 4], [0, 1, 2], [0, 0, 0]], np.int32)
+    run = compiled(partial(implementation, heads=((0, 1, 2),), largest=128, degree_power=power))
     begins, ends = first * page, np.append(first[:, 1:], [[pages]] * batch, axis=1) * page
 
     def check(seed, share, held):
@@ -176,7 +183,7 @@ def check_paged_step(implementation, *, examples=4):
                 row = new[0][b, head, 0], new[1][b, head, 0], 1, 777, score[b, head, 0]
                 for x, value in zip(want, row, strict=True):
                     x[b, begin + count] = value
-            mine = [np.asarray(x[None, None, b, begin:end], np.float64) for x in want[:3]]
+            mine = [np.asarray(x[None, None, b, begin:end], np.float64) for x in (*want[:2], want[2] ** power)]
             asked = np.asarray(q[b : b + 1, :, group * head : group * (head + 1)], np.float64)
             part = attention_oracle(asked, *mine, np.asarray([[count + real[b, 0]]]))
             near(out[b : b + 1, :, group * head : group * (head + 1)], part[0], tolerance(jnp.float32), axes=(1, 3))
@@ -219,6 +226,15 @@ def with_the_scores_of_the_first_head(q, keys, values, position, real, scores, *
     return reference.step_in_groups(q, keys, values, position, real, scores, *others, **options)
 
 
+def check_paged_step_of_tempered_degrees(implementation, *, examples=2):
+    check_paged_step(implementation, examples=examples, power=0.5)
+
+
+def without_tempering(*operands, degree_power, **options):
+    del degree_power
+    return reference.step_in_groups(*operands, **options)
+
+
 def without_soft_cap(*operands, heads, soft_cap):
     del soft_cap
     return reference.step_in_groups(*operands, heads=heads)
@@ -234,7 +250,14 @@ def with_one_scale(q, keys, values, *others, **options):
     return reference.step_in_groups(q, keys, values, *others, **options)
 
 
-CHECKS = [check_step, check_capped_step, check_coded_step, check_paged_step]
+CHECKS = [
+    check_step,
+    check_capped_step,
+    check_step_of_tempered_degrees,
+    check_coded_step,
+    check_paged_step,
+    check_paged_step_of_tempered_degrees,
+]
 BROKEN = {
     check_step: [
         with_heads_in_the_groups_order,
@@ -243,8 +266,10 @@ BROKEN = {
         with_the_scores_of_the_first_head,
     ],
     check_capped_step: [without_soft_cap],
+    check_step_of_tempered_degrees: [without_tempering],
     check_coded_step: [with_keys_for_values, with_one_scale],
     check_paged_step: [with_the_slots_of_the_next_head],
+    check_paged_step_of_tempered_degrees: [without_tempering],
 }
 
 

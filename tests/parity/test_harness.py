@@ -1,11 +1,16 @@
-"""lm-evaluation-harness's requests: with the full cache they are answered as its own Hugging Face backend does."""
+"""lm-evaluation-harness's requests: with the full cache they are answered as its own Hugging Face backend does.
+
+`make parity` runs them: the extra `parity` brings the harness, which the environment of `make test` does not have.
+"""
 
 # The harness is an extra that the type checker need not have.
 # pyright: reportMissingImports=false
 
 import json
+import re
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -13,9 +18,9 @@ import pytest
 from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.models import llama, parameters
 from tests.support.byte_model import BYTES, byte_tokenizer
+from tests.support.job import Job
 
 pytest.importorskip("lm_eval")
-pytestmark = pytest.mark.parity
 SETTINGS = BYTES | {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -57,7 +62,6 @@ WANTED = {"until": ["\n"], "max_gen_toks": 12}
 
 
 def test_the_full_cache_gives_the_harness_own_numbers(folder):
-    pytest.importorskip("torch")
     import torch
     from lm_eval.models.huggingface import HFLM
 
@@ -72,31 +76,82 @@ def test_the_full_cache_gives_the_harness_own_numbers(folder):
     assert ours.generate_until(texts) == theirs.generate_until(texts, disable_tqdm=True)
 
 
-def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
-    """A local multiple-choice task, by the harness's evaluator and the model's registered name."""
+TASK = """task: whales
+dataset_path: json
+dataset_kwargs: {data_files: {test: ROWS}}
+test_split: test
+doc_to_text: '{{q}}'
+"""
+CHOICE = """output_type: multiple_choice
+doc_to_choice: ['whale', 'ship']
+doc_to_target: a
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+TEXTS = """output_type: generate_until
+doc_to_target: '{{a}}'
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+def evaluated(folder, rows, kind, arguments, batch_size) -> Any:
+    """What the harness's evaluator finds of a local task in `folder`, by the model's registered name."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     from clusterkv_jax.evaluation import lm_eval_model
 
     lm_eval_model.register()
+    (folder / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "whales.yaml").write_text(TASK.replace("ROWS", str(folder / "rows.json")) + kind)
+    tasks = TaskManager(include_path=str(folder), include_defaults=False)
+    asked = {"tasks": ["whales"], "batch_size": batch_size, "bootstrap_iters": 0, "task_manager": tasks}
+    return simple_evaluate("clusterkv", model_args=arguments, **asked)
+
+
+def test_a_task_of_the_harness_runs_on_a_compressed_cache(folder, tmp_path):
     rows = [{"q": TEXT + f" Number {i}.", "a": i % 2} for i in range(4)]
-    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "whales.yaml").write_text(
-        f"task: whales\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/rows.json}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: ['whale', 'ship']\n"
-        "doc_to_target: a\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-    )
-    arguments = f"model={folder},method=centroidkv,cache_tokens=90"
-    results = simple_evaluate(
-        "clusterkv",
-        model_args=arguments,
-        tasks=["whales"],
-        batch_size=4,
-        bootstrap_iters=0,
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-    )
-    assert results.get("results", {})["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+    results = evaluated(tmp_path, rows, CHOICE, f"model={folder},method=centroidkv,cache_tokens=90", 4)
+    assert results["results"]["whales"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+def command(*arguments):
+    """Of each of several processes of `clusterkv lm-eval`."""
+
+    def of_process(folder, address, count, index):
+        who = ["--coordinator-address", address, "--num-processes", count, "--process-id", index, "--distributed"]
+        return ["-m", "clusterkv_jax.cli", "lm-eval", "--model", "clusterkv", "--output_path", folder, *who, *arguments]
+
+    return of_process
+
+
+# Each process imports torch and the harness, which takes twenty seconds: ARGS="-m exhaustive".
+@pytest.mark.exhaustive
+def test_the_harness_asks_two_processes(folder, tmp_path):
+    """Its answers are those that one process gives it."""
+    rows = [{"q": f"Call me Ishmael, {i} times. " * (3 + i % 4), "a": "no"} for i in range(8)]
+    arguments = f"model={folder},method=snapkv,cache_ratio=0.5"
+    alone = evaluated(tmp_path, rows, TEXTS, arguments, 2)["samples"]["whales"]
+    options = f"--model_args {arguments} --batch_size 2 --tasks whales --include_path {tmp_path} --log_samples"
+    kept = "--cache-folder", jax.config.jax_compilation_cache_dir
+    job = Job(tmp_path / "results", command(*options.split(), *kept))
+    job.start(2, HF_DATASETS_CACHE=tmp_path / "data")
+    ends = job.ends(seconds=300)
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "whales" in ends[0][1]
+    [file] = job.folder.rglob("samples_whales*.jsonl")
+    lines = list(map(json.loads, file.read_text().splitlines()))
+    assert len(lines) == len(rows)
+    assert [(line["doc_id"], line["resps"]) for line in lines] == [(one["doc_id"], one["resps"]) for one in alone]
+
+
+@pytest.mark.exhaustive
+def test_a_harness_that_refuses_ends_all(tmp_path):
+    job = Job(tmp_path / "results", command("--nonsense"))
+    job.start(2)
+    for code, said in job.ends():
+        assert code == 2, said
+        assert re.search(r"Error: (Process 0 .* ended: )?The harness ended with 2; it says why above\.", said)
 
 
 def test_a_text_is_read_block_by_block_from_compressed_caches(folder, monkeypatch, caplog):
