@@ -67,6 +67,20 @@ def test_a_compressed_context_is_read_differently_and_counted():
     assert not responses.possible(tiny(), ckv.CentroidKV(ckv.Budget(ratio=0.25)), pair, 8)
 
 
+def test_a_continuation_is_read_as_decoding_would():
+    """It brings sequences back to their budget on the way, each when it is due."""
+    method = ckv.CentroidKV(ckv.Budget(tokens=40), sinks=4, recent=8, chunk=16, interval=8)
+    pairs = [EncodedPrompt(tuple(prompt(i, 90 - 5 * i)), (), tuple(prompt(9 + i, 20 - 7 * i))) for i in (0, 1)]
+    step = jax.jit(ckv.decode_step, static_argnums=(1, 2))
+    for pair, answer in zip(pairs, responses.likelihoods(tiny(), method, pairs), strict=True):
+        *context, token = pair.context
+        cache, _ = ckv.prefill(tiny().params, tiny().config, method, np.asarray([context]), np.asarray([len(context)]))
+        for following, score in zip(pair.continuation, answer.logprobs, strict=True):
+            cache, logits = step(tiny().params, tiny().config, method, cache, jnp.asarray([token]))
+            assert score == pytest.approx(float(jax.nn.log_softmax(logits)[0, following]), abs=1e-4)
+            token = following
+
+
 @pytest.mark.parametrize("method", [ckv.StreamingLLM(ckv.Budget(tokens=24)), ckv.Full(cache_dtype="int4")])
 def test_an_answer_of_one_token_sees_the_compression(method):
     """The last token of a context is read from the compressed cache of the others; one token alone is as it is."""

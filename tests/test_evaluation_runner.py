@@ -22,6 +22,7 @@ from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.responses import Response
 from clusterkv_jax.evaluation.tasks import longbench
 from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
+from tests.support import runs
 
 ROOT = Path(__file__).parent.parent
 BARE = {"method": "full", "budget": "1.0", "metric": "nll", "compressed": True, "cut": 0}
@@ -59,7 +60,7 @@ def slowly(method, prompts, max_new_tokens, stop):
 
 
 def go(folder, respond=respond, config=CONFIG, work=None, **options):
-    return runner.run(folder, config, {}, work or jobs(), ENTRIES, respond, batch_size=4, **options)
+    return runs.run(folder, config, {}, work or jobs(), ENTRIES, respond, batch_size=4, **options)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_lines_do_not_depend_on_how_many_are_answered_together(unbroken, tmp_pat
     def by_id(lines):
         return sorted((line["method"], line["budget"], line["id"], line["score"]) for line in lines)
 
-    alone = runner.run(tmp_path, CONFIG, {}, jobs(), ENTRIES, respond, batch_size=1)
+    alone = runs.run(tmp_path, CONFIG, {}, jobs(), ENTRIES, respond, batch_size=1)
     assert by_id(alone) == by_id(json.loads(line) for line in unbroken.decode().splitlines())
 
 
@@ -169,7 +170,7 @@ def test_a_folder_takes_methods_and_tasks_later(unbroken, tmp_path):
 
     def add(entries, work):
         asked.clear()
-        return runner.run(tmp_path, CONFIG, {}, work, entries, noting, batch_size=4)
+        return runs.run(tmp_path, CONFIG, {}, work, entries, noting, batch_size=4)
 
     one_task = [job for job in jobs() if job.case.task == "t0"]
     assert len(add(ENTRIES[1:], one_task)) == len(asked) == 2 * len(one_task)
@@ -334,7 +335,7 @@ def test_published_tables_are_whole(name):
 
 
 def part(folder, entries, work=None, **config):
-    return runner.run(folder, {**CONFIG, **config}, {"n": str(folder)}, work or jobs(), entries, respond)
+    return runs.run(folder, {**CONFIG, **config}, {"n": str(folder)}, work or jobs(), entries, respond)
 
 
 def test_runs_of_different_methods_join_into_what_one_run_finds(unbroken, tmp_path):

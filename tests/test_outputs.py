@@ -10,12 +10,15 @@ from jax.experimental.compilation_cache import compilation_cache
 from clusterkv_jax.calibration import read
 from clusterkv_jax.cli.terminal import use_compilation_cache
 from clusterkv_jax.evaluation import outputs, runner
+from clusterkv_jax.evaluation.batching import plan
+from clusterkv_jax.evaluation.settings import settings
 from clusterkv_jax.presets import find_preset
 from clusterkv_jax.storage import buckets
 
 pytest.importorskip("etils.epath")
 from etils.epath import testing
 
+from tests.support import runs
 from tests.support.buckets import bucket
 from tests.test_evaluation_runner import CONFIG, ENTRIES, ROOT, go, jobs, respond
 
@@ -53,10 +56,10 @@ def session(batches_until_killed=None, config=CONFIG):
             if count == batches_until_killed:
                 raise Killed
             count += 1
-            yield from runner.in_turn(respond)([batch])
+            yield from runs.in_turn(respond)([batch])
 
-    batches = runner.plan(jobs(), ENTRIES, 4)
-    asked = runner.settings(config, jobs(), ENTRIES)
+    batches = plan(jobs(), ENTRIES, 4)
+    asked = settings(config, jobs(), ENTRIES)
     with output.opened():
         runner.record(output.folder, asked, {}, batches, answers, writing=output.sending(nullcontext()))
         output.complete()
@@ -64,7 +67,7 @@ def session(batches_until_killed=None, config=CONFIG):
 
 
 def test_what_is_written_outlives_the_machine(cloud, unbroken):
-    most, answered, parts = len(runner.plan(jobs(), ENTRIES, 4)), 0, cloud / "results.jsonl.parts"
+    most, answered, parts = len(plan(jobs(), ENTRIES, 4)), 0, cloud / "results.jsonl.parts"
     for kills in (3, 1, 4):
         with pytest.raises(Killed):
             session(kills)

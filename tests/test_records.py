@@ -14,6 +14,7 @@ from clusterkv_jax.evaluation.batching import Job
 from clusterkv_jax.evaluation.report import table
 from clusterkv_jax.evaluation.responses import Response
 from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
+from tests.support import runs
 from tests.test_evaluation_runner import ENTRIES, jobs, part
 
 DOCS = Path(__file__).parent.parent / "docs" / "results"
@@ -132,7 +133,7 @@ def test_a_line_torn_inside_of_a_letter_is_answered_again(tmp_path):
     job = Job(0, Case("a", "a", answers=("x",)), EncodedPrompt((1, 2)))
 
     def run():
-        return runner.run(tmp_path, {"suite": "s", "model": "m"}, {}, [job], ENTRIES[:1], respond)
+        return runs.run(tmp_path, {"suite": "s", "model": "m"}, {}, [job], ENTRIES[:1], respond)
 
     run()
     whole = (tmp_path / runner.RESULTS).read_bytes()
@@ -158,14 +159,14 @@ def test_a_score_that_is_no_number_is_not_written(tmp_path):
     with pytest.raises(
         ValueError, match=r"example book/1, field 'score': A score by nll is between 0 and 300, got nan"
     ):
-        runner.run(tmp_path, {"suite": "s", "model": "m"}, {}, [job], ENTRIES[:1], respond)
+        runs.run(tmp_path, {"suite": "s", "model": "m"}, {}, [job], ENTRIES[:1], respond)
     assert not (tmp_path / runner.RESULTS).exists()
 
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_batch_holds_one_example_at_least(tmp_path, size):
     with pytest.raises(ValueError, match=f"batch_size must be at least 1, got {size}"):
-        runner.run(tmp_path, {}, {}, jobs(1), ENTRIES, lambda *_: [], batch_size=size)
+        runs.run(tmp_path, {}, {}, jobs(1), ENTRIES, lambda *_: [], batch_size=size)
 
 
 def test_perplexities_and_scores_do_not_make_one_table(again, tmp_path):

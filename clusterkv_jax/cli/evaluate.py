@@ -97,7 +97,8 @@ def evaluate(
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints.loading import calibrated
         from clusterkv_jax.cli import distributed_run
-        from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses, runner
+        from clusterkv_jax.evaluation import batching, manifest, outputs, records, replicas, responses
+        from clusterkv_jax.evaluation.settings import settings
         from clusterkv_jax.evaluation.tasks import cases as building
         from clusterkv_jax.evaluation.tasks import suites
         from clusterkv_jax.presets import check_calibrated, described, preset
@@ -148,7 +149,7 @@ def evaluate(
             "query_aware": query_aware,
             "batch_size": batch_size,
         }
-        config = runner.settings(config, jobs, entries, partial(described, network))
+        config = settings(config, jobs, entries, partial(described, network))
         batches = batching.plan(jobs, entries, batch_size, partial(responses.possible, network))
         serving: dict[int, Any] = {}
         answers = [

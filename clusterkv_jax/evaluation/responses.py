@@ -14,13 +14,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from clusterkv_jax.cache.layers import KVCache, nbytes, occupancy, take_sequences
 from clusterkv_jax.checkpoints.loading import Model
-from clusterkv_jax.decoding import extend_step, prefill
+from clusterkv_jax.decoding import prefill
+from clusterkv_jax.decoding.appending import append_step
 from clusterkv_jax.engine import Engine, EngineStats, Handle
 from clusterkv_jax.evaluation.batching import EvaluationBatch
 from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt, Tokens
 from clusterkv_jax.generation.batch import QUESTION_STEP, bucket, padded
 from clusterkv_jax.methods import Full, Method
 from clusterkv_jax.methods.plan import check_prompts
+from clusterkv_jax.methods.recompression import recompress_late, room_of_sequences
 from clusterkv_jax.methods.request import request_of_model
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.models.parameters import Params
@@ -29,7 +31,7 @@ from clusterkv_jax.runtime.errors import out_of_memory_explained
 from clusterkv_jax.runtime.prng import seed_key
 from clusterkv_jax.runtime.programs import compilation, jit
 from clusterkv_jax.runtime.settings import own_settings
-from clusterkv_jax.runtime.sharding import fetch, on_mesh
+from clusterkv_jax.runtime.sharding import constrain, fetch, on_mesh
 
 # A little more than any question or answer needs, so that whether a budget is possible does not depend on the batch.
 _SLACK = 256
@@ -149,8 +151,7 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[EncodedPrompt]) 
     method = completed(model, method)
     begin = time.perf_counter()
     contexts = [_compressed(method, prompt) for prompt in prompts]
-    last = np.asarray([prompt.context[-1] for prompt in prompts], np.int32)
-    held = np.asarray([len(p.context) > len(c) for p, c in zip(prompts, contexts, strict=True)], np.int32)
+    held = np.asarray([len(p.context) > len(c) for p, c in zip(prompts, contexts, strict=True)])
     unique = list(dict.fromkeys(contexts))
     width = min(bucket(max(map(len, unique)), 64), model.config.max_positions)
     counts = np.asarray([len(prompt.continuation) for prompt in prompts], np.int32)
@@ -174,13 +175,10 @@ def likelihoods(model: Model, method: Method, prompts: Sequence[EncodedPrompt]) 
         if len(unique) != len(prompts):
             numbers = jnp.asarray([unique.index(context) for context in contexts])
             cache, logits = take_sequences((cache, logits), numbers)
-        if held.any():
-            cache, logits = _read(
-                model.params, model.config, method, cache, logits, jnp.asarray(last), jnp.asarray(held)
-            )
-        tokens = jnp.asarray(padded([prompt.continuation for prompt in prompts], steps))
-        _, scores, hits = _follow(model.params, model.config, method, cache, logits, tokens, jnp.asarray(counts))
-        scores, hits = fetch((scores, hits))
+        tokens = padded([(prompt.context[-1], *prompt.continuation) for prompt in prompts], 1 + steps)
+        enter = np.arange(1 + steps) < counts[:, None]  # the last token of a continuation is foretold, never read
+        enter[:, 0] = held
+        scores, hits = _followed(model, method, cache, logits, tokens, enter, int(counts.max()))
     seconds = (time.perf_counter() - begin - compiled.seconds) / len(prompts)
     return [
         Response(
@@ -201,46 +199,59 @@ def _compressed(method: Method, prompt: EncodedPrompt) -> Tokens:
     return prompt.context if method == Full() or len(prompt.context) == 1 else prompt.context[:-1]
 
 
-@jit(static_argnames=("config", "method"), donate_argnames=("cache",))
-def _read(
-    params: Params,
-    config: ModelConfig,
+def _followed(
+    model: Model,
     method: Method,
     cache: KVCache,
     logits: Float[Array, "B V"],
-    tokens: Int[Array, " B"],
-    counts: Int[Array, " B"],
-) -> tuple[KVCache, Float[Array, "B V"]]:
-    """The caches and logits after a token, where it counts, as they are read from the compressed caches."""
-    cache, latest = extend_step(params, config, method, cache, tokens[:, None], counts)
-    return cache, jnp.where(counts[:, None] > 0, latest.astype(logits.dtype), logits)
+    tokens: Int[np.ndarray, "B T"],
+    enter: Bool[np.ndarray, "B T"],
+    last: int,
+) -> tuple[Float[np.ndarray, "B later"], Bool[np.ndarray, "B later"]]:
+    """Of each token behind the first, up to the `last`: its log-likelihood, and whether it was the likeliest.
+
+    Those that `enter` are read. A call of the program ends where a sequence is due, and the host brings it back.
+    """
+    found = logits, jnp.zeros(tokens.shape, jnp.float32), jnp.zeros(tokens.shape, bool)
+    arrays, at, end = (tokens, enter), np.asarray(not enter[:, 0].any(), np.int32), np.asarray(last + 1, np.int32)
+    while at < end:
+        cache, found, at, late = _follow(model.params, model.config, method, cache, found, *arrays, at, end)
+        at, late = fetch((at, late))
+        if late is not None and late.any():
+            cache = recompress_late(method, cache, model.config.ropes, late)
+    _, scores, hits = found
+    return fetch((scores[:, 1:], hits[:, 1:]))
 
 
-@jit(static_argnames=("config", "method"), donate_argnames=("cache",))
+@jit(static_argnames=("config", "method"), donate_argnames=("cache", "found"))
 def _follow(
     params: Params,
     config: ModelConfig,
     method: Method,
     cache: KVCache,
-    logits: Float[Array, "B V"],
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
-) -> tuple[KVCache, Float[Array, "B T"], Bool[Array, "B T"]]:
-    """The cache, returned because it is donated; each token's log-likelihood, and whether it was the likeliest.
+    found: tuple[Float[Array, "B V"], Float[Array, "B T"], Bool[Array, "B T"]],
+    tokens: Int[Array | np.ndarray, "B T"],
+    enter: Bool[Array | np.ndarray, "B T"],
+    first: Int[Array | np.ndarray, ""],
+    end: Int[Array | np.ndarray, ""],
+) -> tuple[KVCache, tuple[Array, Array, Array], Int[Array, ""], Bool[Array, " B"] | None]:
+    """Tokens from number `first` on, until a sequence has no room left: the number of the next, and who is due."""
+    tokens, enter, room = jnp.asarray(tokens), jnp.asarray(enter), room_of_sequences(method, cache)
+    if room is not None:  # a token takes one
+        end = jnp.minimum(end, first + jnp.maximum(jnp.min(room), 1))
 
-    What lies beyond `counts` means nothing.
-    """
+    def step(at: Array, state: Any) -> Any:
+        cache, (logits, scores, hits) = state
+        token, count = tokens[:, at], enter[:, at].astype(jnp.int32)
+        odds = jax.nn.log_softmax(logits.astype(jnp.float32))
+        scores = scores.at[:, at].set(jnp.take_along_axis(odds, token[:, None], axis=1)[:, 0])
+        hits = hits.at[:, at].set(jnp.argmax(odds, axis=1) == token)
+        cache, latest = append_step(params, config, method, cache, token[:, None], count)
+        return cache, (jnp.where(count[:, None] > 0, latest.astype(logits.dtype), logits), scores, hits)
 
-    def step(state: tuple[KVCache, Array], place: Array):
-        cache, logits = state
-        token = tokens[:, place]
-        scores = jax.nn.log_softmax(logits.astype(jnp.float32))
-        result = jnp.take_along_axis(scores, token[:, None], axis=1)[:, 0], jnp.argmax(scores, axis=1) == token
-        more = (place + 1 < counts).astype(jnp.int32)
-        return _read(params, config, method, cache, logits, token, more), result
-
-    (cache, _), (scores, hits) = jax.lax.scan(step, (cache, logits), jnp.arange(tokens.shape[1]))
-    return cache, scores.T, hits.T
+    cache, found = jax.lax.fori_loop(first, end, step, (cache, found))
+    room = room_of_sequences(method, cache)
+    return cache, found, jnp.asarray(end), None if room is None else constrain(room <= 0, None)
 
 
 def _rows_each(counts: list[list[list[int]]], contexts: Sequence[Tokens]) -> list[float]:

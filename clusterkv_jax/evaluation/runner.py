@@ -22,18 +22,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from clusterkv_jax.evaluation import records
-from clusterkv_jax.evaluation.batching import AnswerKey, EvaluationBatch, Job, MethodEntry, plan
+from clusterkv_jax.evaluation.batching import AnswerKey, EvaluationBatch, Job, MethodEntry
 from clusterkv_jax.evaluation.records import NLL, RESULTS, RUN, Record, ResultLine
 from clusterkv_jax.evaluation.responses import Answers, Response
 from clusterkv_jax.evaluation.scoring import CHEAP, score
-from clusterkv_jax.evaluation.settings import brief, close_run, open_run, settings
-from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
-from clusterkv_jax.methods import Method
+from clusterkv_jax.evaluation.settings import brief, close_run, open_run
+from clusterkv_jax.evaluation.tasks.cases import Case
 from clusterkv_jax.storage import schema
 from clusterkv_jax.storage.files import append_whole, write_whole
-
-# A batch's answers, by its method, prompts, most new tokens and stop strings.
-Respond = Callable[[Method, Sequence[EncodedPrompt], int, Sequence[str]], Sequence[Response]]
 
 
 @dataclass(frozen=True)
@@ -43,53 +39,6 @@ class _Asked:
     entry: MethodEntry
     job: Job
     compressed: bool
-
-
-def run(
-    folder: Path,
-    config: Mapping[str, Any],
-    about: Mapping[str, Any],
-    jobs: Sequence[Job],
-    entries: Sequence[MethodEntry],
-    respond: Respond,
-    *,
-    batch_size: int = 16,
-    possible: Callable[[Method, EncodedPrompt, int], bool] = lambda method, prompt, new: True,
-    on_lines: Callable[[int, int], None] = lambda lines, tokens: None,
-) -> list[Record]:
-    """Answer what is not answered yet, one batch after the other; all lines, in the order of the batches.
-
-    Args:
-        folder: of results.jsonl and run.json; made if it is not there.
-        config: what decides the results; a folder that holds another configuration is refused, but for methods and
-            tasks that it has not.
-        about: command, versions, commit: added to run.json's list of sessions.
-        jobs: cases with their prompts.
-        entries: methods with budgets.
-        respond: what answers a batch.
-        batch_size: most examples answered together.
-        possible: whether a budget is possible for a prompt; where it is not, the full cache answers, and the line says
-            so by `compressed` false.
-        on_lines: called with the number of lines there are, and of their tokens.
-
-    Raises:
-        ValueError: examples of one name, another configuration, another run on the folder, a line that is damaged or
-            answers nothing that is asked, a budget possible for no prompt, or an answer without a score.
-    """
-    batches = plan(jobs, entries, batch_size, possible)
-    return record(folder, settings(config, jobs, entries), about, batches, in_turn(respond), on_lines=on_lines)
-
-
-def in_turn(respond: Respond) -> Answers:
-    """One batch after the other."""
-
-    def answers(batches: Sequence[EvaluationBatch]) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
-        for batch in batches:
-            first = batch.jobs[0].case
-            prompts = [job.prompt for job in batch.jobs]
-            yield batch, respond(batch.method, prompts, first.max_new_tokens, first.stop)
-
-    return answers
 
 
 def record(
@@ -102,10 +51,24 @@ def record(
     writing: AbstractContextManager[Any] | None = None,
     on_lines: Callable[[int, int], None] = lambda lines, tokens: None,
 ) -> list[Record]:
-    """`run` of batches whose answers come in any order; `writing` is held while a line is written.
+    """Have what is not answered yet answered, in any order; all lines, those of earlier runs of the folder too.
 
     When all is answered, the lines stand in the order of run.json's methods, those of a method in that of its batches,
-    and run.json says what this session took. What earlier runs were asked beside that is among the lines returned.
+    and run.json says what this session took.
+
+    Args:
+        folder: of results.jsonl and run.json; made if it is not there.
+        config: what decides the results, of `settings`; a folder that holds another one is refused, but for methods and
+            tasks that it has not.
+        about: command, versions, commit: added to run.json's list of sessions.
+        batches: what is asked, of `plan`.
+        answers: what answers those that are missing.
+        writing: held while a line is written.
+        on_lines: called with the number of lines there are, and of their tokens.
+
+    Raises:
+        ValueError: another configuration, another run on the folder, a line that is damaged or answers nothing that is
+            asked, or an answer without a score.
     """
     writing = nullcontext() if writing is None else writing
     asked = {

@@ -38,8 +38,9 @@ from clusterkv_jax import cli, saving
 from clusterkv_jax.checkpoints import loading
 from clusterkv_jax.cli.terminal import use_compilation_cache
 from clusterkv_jax.evaluation import runner
-from clusterkv_jax.evaluation.batching import Job, MethodEntry
+from clusterkv_jax.evaluation.batching import Job, MethodEntry, plan
 from clusterkv_jax.evaluation.responses import Response
+from clusterkv_jax.evaluation.settings import settings
 from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods import Method
 from clusterkv_jax.models import parameters, registry
@@ -286,12 +287,14 @@ def make_run(folder: Path, name: str, method: Method) -> None:
     """A finished run of a method, by a model that answers as it is asked."""
     prompts = [EncodedPrompt(tuple(range(40)), (i,)) for i in range(40)]
     jobs = [Job(i, Case(f"t/{i}", f"t{i % 2}", answers=(str(i % 7),)), prompt) for i, prompt in enumerate(prompts)]
-    config = {"suite": "ruler", "model": "stub", "methods": {f"{name}@0.5": repr(method)}}
+    entries = [MethodEntry(name, "0.5", method)]
 
-    def answers(method, prompts, *rest):
-        return [Response(str(prompt.question[0] % 5), rows=20) for prompt in prompts]
+    def answers(batches):
+        for batch in batches:
+            yield batch, [Response(str(job.prompt.question[0] % 5), rows=20) for job in batch.jobs]
 
-    runner.run(folder, config, {"n": name}, jobs, [MethodEntry(name, "0.5", method)], answers)
+    config = settings({"suite": "ruler", "model": "stub"}, jobs, entries)
+    runner.record(folder, config, {"n": name}, plan(jobs, entries, 16), answers)
 
 
 def make_inputs(inputs: Path, names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.models.parameters import abstract
 from clusterkv_jax.runtime import host_memory
 from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
+from tests.support import runs
 from tests.support.layers import compress as compress_layer
 from tests.support.tiny import VOCAB, prompt, tiny
 
@@ -253,7 +254,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_an_unbroken_one(tmp_path):
     def go(name, respond, method=HOST):
         entries, possible = [batching.MethodEntry("clusterkv", "0.5", method)], partial(responses.possible, tiny())
         folder, config = tmp_path / name, {"methods": {"clusterkv@0.5": repr(method)}}
-        return runner.run(folder, config, {}, jobs, entries, respond, batch_size=1, possible=possible)
+        return runs.run(folder, config, {}, jobs, entries, respond, batch_size=1, possible=possible)
 
     for error in (KeyboardInterrupt, MemoryError):
         with pytest.raises(error):

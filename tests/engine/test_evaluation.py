@@ -9,6 +9,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.engine import prefill
 from clusterkv_jax.evaluation import batching, runner
 from clusterkv_jax.evaluation.responses import responder
+from clusterkv_jax.evaluation.settings import settings
 from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from tests.engine.test_engine import METHOD, written
 from tests.support.tiny import prompt
@@ -51,7 +52,7 @@ def test_a_run_that_was_killed_asks_no_finished_example_again(tmp_path):
                 asked.append(answer[0].keys)
                 yield answer
 
-        config = runner.settings({"suite": "s", "model": "m"}, JOBS, ENTRIES)
+        config = settings({"suite": "s", "model": "m"}, JOBS, ENTRIES)
         runner.record(folder, config, {}, BATCHES, answers)
         return [json.loads(line) | {"seconds": 0} for line in (folder / runner.RESULTS).read_text().splitlines()]
 

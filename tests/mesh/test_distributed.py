@@ -17,11 +17,11 @@ from clusterkv_jax.evaluation import work_queue
 from clusterkv_jax.evaluation.batching import EvaluationBatch, Job, MethodEntry, shares
 from clusterkv_jax.evaluation.replicas import Replica, ReplicaGroup, replicas, scatter
 from clusterkv_jax.evaluation.responses import Response
-from clusterkv_jax.evaluation.runner import in_turn
 from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods import Full
 from tests.support import job as processes
 from tests.support.job import answers, evaluated, stub
+from tests.support.runs import in_turn
 
 WRITTEN = {"results.jsonl", "results.jsonl.parts", "run.json", "table.md", "report.html"}
 

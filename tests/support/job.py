@@ -137,10 +137,12 @@ def main(output: str, address: str, count: str, index: str, timeout: str, cloud:
     import jax
 
     from clusterkv_jax.cli.distributed_run import answered, joined, serve
-    from clusterkv_jax.evaluation import batching, manifest, outputs, replicas, runner
+    from clusterkv_jax.evaluation import batching, manifest, outputs, replicas
     from clusterkv_jax.evaluation.responses import Response
+    from clusterkv_jax.evaluation.settings import settings
     from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
     from clusterkv_jax.methods import Full
+    from tests.support import runs
 
     def respond(method: Any, prompts: Sequence[EncodedPrompt], new: int, stop: Sequence[str]) -> list[Response]:
         time.sleep(sum(len(prompt.context) for prompt in prompts) / 2000)
@@ -152,7 +154,7 @@ def main(output: str, address: str, count: str, index: str, timeout: str, cloud:
         for i, length in enumerate(lengths)
     ]
     entries = [batching.MethodEntry("full", "1.0", Full())]
-    config = runner.settings({"suite": "stub", "model": "stub"}, jobs, entries)
+    config = settings({"suite": "stub", "model": "stub"}, jobs, entries)
     batches = batching.plan(jobs, entries, 2)
     with ExitStack() as stack:
         if cloud:
@@ -165,7 +167,7 @@ def main(output: str, address: str, count: str, index: str, timeout: str, cloud:
         )
         everywhere = replicas.replicas(None)
         process = 0 if peers is None else peers.index
-        here = [(replica, runner.in_turn(respond)) for replica in everywhere if process in replica.processes]
+        here = [(replica, runs.in_turn(respond)) for replica in everywhere if process in replica.processes]
         team = replicas.ReplicaGroup(everywhere, here, process)
         assert jax.process_count() == int(count)
         if process == 0:

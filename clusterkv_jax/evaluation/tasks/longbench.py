@@ -6,7 +6,7 @@ kvpress: the same template divided into context, question and answer prefix; 20 
 compressed before the question is seen. The papers after 2024 use it; numbers of the two cannot be compared.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Annotated, Any, TypedDict
@@ -143,15 +143,3 @@ def parts(task: str, row: Mapping[str, Any]) -> tuple[str, str, str]:
     # Some rows end in spaces or a line break behind it.
     end = question.rindex(spec.answer_prefix) if question.rstrip().endswith(spec.answer_prefix.rstrip()) else None
     return spec.fill(spec.template[:at], row), question[:end], "" if end is None else question[end:]
-
-
-def by_length(scores: Iterable[float], lengths: Iterable[int]) -> dict[str, float]:
-    """LongBench-E: the mean of each range of lengths in words, in per cent; NaN where there is none."""
-    ranges: dict[str, list[float]] = {"0-4k": [], "4-8k": [], "8k+": []}
-    for score, length in zip(scores, lengths, strict=True):
-        ranges["0-4k" if length < 4000 else "4-8k" if length < 8000 else "8k+"].append(score)
-    return {name: _mean(of_range) for name, of_range in ranges.items()}
-
-
-def _mean(scores: Sequence[float]) -> float:
-    return round(100 * sum(scores) / len(scores), 2) if scores else float("nan")
