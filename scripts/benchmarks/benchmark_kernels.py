@@ -28,6 +28,7 @@ from benchmark_common import LLAMA, environment, median_seconds, timed
 
 import clusterkv_jax as ckv
 from clusterkv_jax import kmeans, soft_matching
+from clusterkv_jax.benchmark.own_runner import read_bandwidth
 from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.cache.layers import from_tokens
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention
@@ -99,20 +100,6 @@ def rows(seed: int, *shape: int) -> jax.Array:
     walk = jnp.cumsum(jax.random.normal(noise, (*shape[:-2], shape[-2] // 64, 64, shape[-1])), axis=-2) / 8
     start = jax.random.normal(place, (*shape[:-2], shape[-2] // 64, 1, shape[-1]))
     return (walk + start).reshape(shape).astype(jnp.bfloat16)
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of reading arrays of 1 GiB, one after the other, by XLA's maximum of each."""
-    stack, reads = jax.random.normal(jax.random.key(0), (4, 2**22, DIM), jnp.bfloat16), 32
-
-    @jax.jit
-    def biggest(stack):
-        def body(i, top):
-            return jnp.maximum(top, jnp.max(jax.lax.dynamic_index_in_dim(stack, i % len(stack))))
-
-        return jax.lax.fori_loop(0, reads, body, jnp.array(-jnp.inf, stack.dtype))
-
-    return reads * stack[0].nbytes / median_seconds(lambda: biggest(stack))
 
 
 def report(name: str, measured: float, target: str, note: str) -> None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from benchmark_common import LLAMA, environment, median_seconds
 
+from clusterkv_jax.benchmark.own_runner import read_bandwidth
 from clusterkv_jax.kernels.biased_attention import biased_attention, pallas_gpu
 from clusterkv_jax.kernels.quantised import CODES, dequantised, quantise
 
@@ -31,20 +32,6 @@ SWEEP = {"block": (32, 64, 128), "span": (512, 1024, 2048, 3328), "warps": (1, 2
 WORST = 1e-2  # of the kernel, against its own codes
 
 Cache = tuple[Any, Any, jax.Array, jax.Array]
-
-
-def read_bandwidth(size: int) -> float:
-    """Bytes per second of reading four arrays of `size` bytes, one after the other, by XLA's maximum of each."""
-    stack, reads = jax.random.normal(jax.random.key(0), (4, size // 256, 128), jnp.bfloat16), 32
-
-    @jax.jit
-    def biggest(stack: jax.Array) -> jax.Array:
-        def body(i: Any, top: jax.Array) -> jax.Array:
-            return jnp.maximum(top, jnp.max(jax.lax.dynamic_index_in_dim(stack, i % len(stack))))
-
-        return jax.lax.fori_loop(0, reads, body, jnp.array(-jnp.inf, stack.dtype))
-
-    return reads * stack[0].nbytes / median_seconds(lambda: biggest(stack))
 
 
 @partial(jax.jit, static_argnames=("batch", "slots", "dtype"))
@@ -148,7 +135,7 @@ def main() -> None:
     if small and (options.sizes or options.sweep):
         parser.error("sizes are those of the GPU kernel, and there is no GPU.")
     options.turn = 1 if small else TURN
-    bandwidth = read_bandwidth(2**20 if small else 2**30)
+    bandwidth = read_bandwidth()
     print(f"{environment()}, {bandwidth / 1e12:.3f} TB/s read\n")
     print("| rows | batch | slots | µs | of read bandwidth | error of the kernel | of the rows | sizes |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

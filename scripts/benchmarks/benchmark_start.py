@@ -11,6 +11,8 @@ for this are safetensors with holes, of which the system's page cache has all.
 
 import argparse
 import json
+import math
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-LLAMA_GIGABYTES, POSITIONS = 16.06, 131072
+RANDOM = 2**19  # numbers at the beginning of each tensor
 
 
 def child(options: argparse.Namespace) -> None:
@@ -62,16 +64,40 @@ def run(options: argparse.Namespace, model: str, cache: str) -> dict[str, float]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def written(folder: Path) -> str:
-    """The folder with the weights of Llama-3.1-8B's shapes in it, as `benchmark_convert.py` writes them."""
-    from benchmark_convert import write_model
+def written(folder: Path, published: Path | None = None) -> str:
+    """The folder with random weights of these shapes in it, by default Llama-3.1-8B's."""
+    from clusterkv_jax.models import registry
+    from clusterkv_jax.models.hf_weights import file_shapes, layout
+    from clusterkv_jax.planning.shapes import packaged_shapes
 
-    folder.mkdir(parents=True, exist_ok=True)
     about = folder / "config.json"
     if not about.exists():
-        write_model(folder, LLAMA_GIGABYTES)
-        about.write_text(json.dumps(json.loads(about.read_text()) | {"max_position_embeddings": POSITIONS}))
+        published = published or packaged_shapes()["llama-3.1-8b"]
+        config = registry.from_hf(json.loads(published.read_text()))
+        folder.mkdir(parents=True, exist_ok=True)
+        shapes = file_shapes(layout(config, registry.FAMILIES[config.family].weights))
+        write_weights(folder / "model.safetensors", shapes)
+        shutil.copy(published, about)
     return str(folder)
+
+
+def write_weights(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Tensors of bfloat16 that begin with random numbers; holes are the rest, which take no room on the disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text, rng = json.dumps(header).encode(), np.random.default_rng(0)
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+        for about in header.values():
+            start, stop = about["data_offsets"]
+            numbers = rng.standard_normal(min(RANDOM, (stop - start) // 2), dtype=np.float32)
+            file.seek(8 + len(text) + start)
+            # The upper halves of numbers in float32 are bfloat16.
+            file.write((numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes())
 
 
 def main() -> None:
