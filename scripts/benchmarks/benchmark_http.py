@@ -16,20 +16,23 @@ A prompt's tokens are words of a tokenizer that has one for each token; `overhea
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmark_common import environment
+from stages import recorded, stages_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -47,6 +50,9 @@ TEMPLATE = (
 )
 FRAME = 2  # tokens of the template around one message of the user
 QUESTION, QUESTIONS = 16, 8  # tokens of a question to a cached context, and how many are timed
+# Stages before the first token of a question.
+UNTIL_FIRST = ("template and tokens", "context read", "context held", "into its slot", "question", "first token")
+GRACE = 20  # seconds after which a part that does not end says where each of its threads is
 LONG, ROUNDS, EACH = 65, 5, 4  # tokens of a long answer, rounds of `overhead`, requests of a round
 
 
@@ -70,7 +76,7 @@ class Ask:
 
 def gaps(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
     """Streams of prompts that come at random."""
-    draw = np.random.default_rng(options.seed)
+    draw, left = np.random.default_rng(options.seed), time_left(options.limit)
     powers = np.linspace(np.log2(options.shortest), np.log2(options.longest), options.lengths).round().astype(int)
     times = np.cumsum(draw.exponential(1 / options.rate, options.clients))
     asks = [Ask(words(draw, model, 2 ** draw.choice(powers) - FRAME), options.new_tokens, float(at)) for at in times]
@@ -78,27 +84,31 @@ def gaps(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
     gate = {"reading": options.reading, "window": options.chunk, "chunk": options.chunk}
     with serving(model, options, slots=options.slots, **room, **gate) as (server, port):
         for power in powers.tolist():
-            (first,) = over_http(port, [Ask(words(draw, model, 2**power - FRAME), 8).as_json()])
-            yield f"{2**power:,} tokens: first answer after {first['done']:.1f} s"
+            (first,) = over_http(port, [Ask(words(draw, model, 2**power - FRAME), 8).as_json()], left())
+            yield f"{2**power:,} tokens: first answer after {first['done']:.1f} s, {compiled(server)}"
         before, speeds = server.served.stats().programs, {}
         yield "\n| | answers | first token, median | gap, median | 99 % | 99.9 % | longest | s | tokens/s |"
         yield "|---|---|---|---|---|---|---|---|---|"
-        for name in ("HTTP", "engine"):
+        for name, share in (("HTTP", 0.5), ("engine", 1.0)):
             if name == "HTTP":
-                answers = over_http(port, [ask.as_json() for ask in asks], options.limit)
+                answers = over_http(port, [ask.as_json() for ask in asks], share * left())
             else:
-                answers = asyncio.run(directly(server, asks, options.limit))
+                answers = asyncio.run(directly(server, asks, share * left()))
             begun = [answer for answer in answers if answer["times"]]
-            between = [gap for answer in begun for gap in np.diff(answer["times"])]
+            ended = sum("reply" in answer for answer in answers)
+            if not begun:
+                yield row(name, f"0 of {len(asks)}", *["none"] * 7)
+                continue
+            between = [gap for answer in begun for gap in np.diff(answer["times"])] or [math.nan]
             first_s = statistics.median(answer["times"][0] - answer["sent"] for answer in begun)
             took = max(answer["done"] for answer in answers) - min(answer["sent"] for answer in answers)
             speeds[name] = read_and_written(asks, answers) / took
-            ended = sum("reply" in answer for answer in answers)
             shown = [first_s, *np.quantile(between, (0.5, 0.99, 0.999)), max(between)]
             yield row(name, f"{ended} of {len(asks)}", *map(in_ms, shown), f"{took:.1f}", f"{speeds[name]:,.0f}")
         programs = server.served.stats().programs - before
-    share = speeds["HTTP"] / speeds["engine"]
-    yield f"\nHTTP has {share:.1%} of the engine's throughput; {programs} programs were compiled meanwhile."
+    if len(speeds) == 2:
+        yield f"\nHTTP has {speeds['HTTP'] / speeds['engine']:.1%} of the engine's throughput."
+    yield f"\n{programs} programs were compiled meanwhile."
 
 
 def read_and_written(asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> int:
@@ -109,8 +119,8 @@ def read_and_written(asks: Sequence[Ask], answers: Sequence[dict[str, Any]]) -> 
 
 
 def cached(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
-    """Questions to a context that is in the store."""
-    draw = np.random.default_rng(options.seed)
+    """Questions to a context that is in the store, stage by stage."""
+    draw, left = np.random.default_rng(options.seed), time_left(options.limit)
     text = words(draw, model, options.cached)
 
     def question() -> dict[str, Any]:
@@ -121,33 +131,46 @@ def cached(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
         return one | {"body": one["body"] | usage}
 
     room = {"max_tokens": options.cached + 512, "reserve": 256}
-    with serving(model, options, slots=2, **room) as (_, port):
-        waited, there = [], 0
+    waited, there, shown = [], 0, UNTIL_FIRST
+    with serving(model, options, slots=2, **room) as (server, port), recorded(stages_of(server)) as taken:
+        yield table(["question", "first token", *shown, "the rest", "compiled so far"])
         for number in range(2 + QUESTIONS):
-            (answer,) = over_http(port, [question()])
+            taken.clear()
+            (answer,) = over_http(port, [question()], left())
+            if "reply" not in answer:
+                yield f"\n{ended_after(answer)}: {in_stages(taken)}; {compiled(server)}"
+                break
             waited.append(answer["times"][0] - answer["sent"])
             there = answer["reply"]["usage"]["prompt_tokens_details"]["cached_tokens"]
-            if number == 0:
-                yield f"The context was read, and answered, after {waited[0]:.1f} s\n"
-    yield "| context | cached | median to the first token behind it | longest |\n|---|---|---|---|"
-    later = statistics.median(waited[2:]), max(waited[2:])  # the second compiles, where anything does
-    yield row(f"{options.cached:,}", f"{there:,}", *map(in_ms, later))
+            seconds = [taken[stage] for stage in shown]
+            parts = *seconds, waited[-1] - sum(seconds)
+            yield row(f"{number + 1}", *map(in_ms, (waited[-1], *parts)), compiled(server))
+    if later := waited[2:]:  # the second compiles, where anything does
+        yield "\n" + table(["context", "cached", "median to the first token behind it", "longest"])
+        yield row(f"{options.cached:,}", f"{there:,}", in_ms(statistics.median(later)), in_ms(max(later)))
 
 
 def compact(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
-    """A conversation that is compacted; the first, a short one, compiles."""
-    draw = np.random.default_rng(options.seed)
+    """A conversation that is compacted, stage by stage; the first, a short one, compiles."""
+    draw, left = np.random.default_rng(options.seed), time_left(options.limit)
     room = {"max_tokens": options.compacted + 512, "reserve": 256}
-    yield "| conversation, tokens | read again | compacted in |\n|---|---|---|"
-    with serving(model, options, slots=2, **room) as (_, port):
+    with serving(model, options, slots=2, **room) as (server, port), recorded(stages_of(server)) as taken:
         for tokens in (options.compacted // 8, options.compacted, options.compacted):
             said = {"input": words(draw, model, tokens), "max_output_tokens": 8, "temperature": 0}
-            (answer,) = over_http(port, [{"path": "/v1/responses", "body": said, "at": None}])
+            taken.clear()
+            (answer,) = over_http(port, [{"path": "/v1/responses", "body": said, "at": None}], left())
+            yield f"\n{tokens:,} tokens: {ended_after(answer)}: {in_stages(taken)}; {compiled(server)}"
+            if "reply" not in answer:
+                return
             what = {"previous_response_id": answer["reply"]["id"]}
-            (done,) = over_http(port, [{"path": "/v1/responses/compact", "body": what, "at": None}])
+            taken.clear()
+            (done,) = over_http(port, [{"path": "/v1/responses/compact", "body": what, "at": None}], left())
+            yield f"compacted: {ended_after(done)}: {in_stages(taken)}; {compiled(server)}"
+            if "reply" not in done:
+                return
             usage = done["reply"]["usage"]
             again = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
-            yield row(f"{usage['input_tokens']:,}", f"{again:,}", in_ms(done["done"] - done["sent"]))
+            yield f"{usage['input_tokens']:,} tokens, of which {again:,} were read for it"
 
 
 def overhead(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
@@ -250,6 +273,33 @@ def with_words(model: ckv.Model) -> ckv.Model:
     return replace(model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE))
 
 
+def table(names: Sequence[str]) -> str:
+    """The head of a table."""
+    return f"{row(*names)}\n|{'---|' * len(names)}"
+
+
+def in_stages(taken: Mapping[str, float]) -> str:
+    """What was recorded, in one line."""
+    return ", ".join(f"{stage} {in_ms(seconds)}" for stage, seconds in sorted(taken.items())) or "nothing"
+
+
+def ended_after(answer: Mapping[str, Any]) -> str:
+    """How long an answer took, or that it was cut off."""
+    return f"{'answered' if 'reply' in answer else 'cut off'} after {in_ms(answer['done'] - answer['sent'])}"
+
+
+def compiled(server: Server) -> str:
+    """What the engine has compiled."""
+    stats = server.served.stats()
+    return f"{stats.programs} programs in {stats.compile_s:.1f} s"
+
+
+def time_left(limit: float) -> Callable[[], float]:
+    """The seconds that a part has left, at least one."""
+    end = time.monotonic() + limit
+    return lambda: max(1.0, end - time.monotonic())
+
+
 def row(*cells: str) -> str:
     """A line of a table."""
     return f"| {' | '.join(cells)} |"
@@ -275,7 +325,7 @@ def main() -> None:
     parser.add_argument("--shortest", type=int, default=1024, help="tokens of a prompt of `gaps`, a power of two")
     parser.add_argument("--longest", type=int, default=32768, help="likewise")
     parser.add_argument("--lengths", type=int, default=6, help="of prompts of `gaps`, each of which compiles")
-    parser.add_argument("--limit", type=float, default=300, help="seconds of each side of `gaps`; others are cut off")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of each part; what has not ended is cut off")
     parser.add_argument("--reading", default="whole", choices=("whole", "gated"), help="of prompts of `gaps`")
     parser.add_argument("--chunk", type=int, default=2048, help="gated, tokens that are read at once, and the window")
     parser.add_argument("--new-tokens", type=int, default=128, help="of an answer of `gaps`")
@@ -291,9 +341,11 @@ def main() -> None:
     for name in options.parts or parts:
         own = name == "overhead" and model.tokenizer is not None
         begin = time.perf_counter()
+        faulthandler.dump_traceback_later(options.limit + GRACE, exit=True)
         print(f"\n{name}\n", flush=True)
         for line in parts[name](model if own else with_words(model), options):
             print(line, flush=True)
+        faulthandler.cancel_dump_traceback_later()
         print(f"\n{name} took {time.perf_counter() - begin:.0f} s", flush=True)
 
 
