@@ -14,21 +14,8 @@ from clusterkv_jax.methods.registry import METHODS
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "clusterkv_jax"
 PAGES = [(ROOT / "docs" / "develop" / page).read_text(encoding="utf-8") for page in ("architecture.md", "modules.md")]
-MAP = {room: int(floor) for floor, room in re.findall(r"^\| (\d+) \| `([^`]+)` \|", "\n".join(PAGES), re.MULTILINE)}
-FOLDERS = (
-    "",
-    "runtime/",
-    "storage/",
-    "checkpoints/",
-    "cache/",
-    "generation/",
-    "methods/",
-    "models/",
-    "blocks/",
-    "kernels/",
-    "evaluation/",
-    "cli/",
-)
+ROWS = re.findall(r"^\| (\d+) \| `([^`]+)` \|", "\n".join(PAGES), re.MULTILINE)
+MAP = {room: int(floor) for floor, room in ROWS}
 
 
 def files():
@@ -78,10 +65,17 @@ def floors(folder):
     return {room: floor(room) for room in below}
 
 
+FOLDERS = sorted({"", *(f"{Path(file).parts[0]}/" for file in files() if "/" in file)})
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_map_shows_every_room_on_its_floor(folder):
     drawn = {room: floor for room, floor in MAP.items() if room != folder and room_of(room, folder) == room}
     assert drawn == floors(folder)
+
+
+def test_the_map_names_a_room_once():
+    assert len(ROWS) == len(MAP)
 
 
 def test_the_house_has_twelve_floors_at_most():
