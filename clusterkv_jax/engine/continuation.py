@@ -7,20 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from clusterkv_jax.cache.layers import KVCache, State, occupancy
+from clusterkv_jax.cache.layers import KVCache, State, occupancy, take_sequences
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import PrefillResult
 from clusterkv_jax.engine.layout import EngineLayout
 from clusterkv_jax.engine.room import room_behind
 from clusterkv_jax.methods.base import Method
-from clusterkv_jax.methods.driver import placed, placed_state, with_budget
+from clusterkv_jax.methods.driver import placed_state, with_budget
 from clusterkv_jax.methods.plan import budgets_by_head, rows_of_request
-from clusterkv_jax.methods.recompression import due, recompress
+from clusterkv_jax.methods.recompression import recompress_late, room_of_sequences
 from clusterkv_jax.methods.request import LayerPlan, request_of_model
-from clusterkv_jax.models.config import ModelConfig
-from clusterkv_jax.runtime.control_flow import cond_in_place
-from clusterkv_jax.runtime.programs import jit
-from clusterkv_jax.runtime.sharding import constrain
+from clusterkv_jax.runtime.programs import compiler, jit
+from clusterkv_jax.runtime.sharding import constrain, fetch
 
 # B of each group of heads, of all layers.
 Budgets = tuple[Int[Array | np.ndarray, " groups"] | Int[Array | np.ndarray, "1 K"], ...]
@@ -39,14 +37,26 @@ def left_behind(
     """The cache of one sequence, which has seen `length` tokens, as it goes on under the budget of so many.
 
     What is beyond that budget goes when its method is due, as while decoding; with `compact` at once. Methods that
-    only append, or replace a row by each token, keep the rows that they have.
+    only append, or replace a row by each token, keep the rows that they have. The cache is donated, but with `compact`:
+    a context holds it.
     """
     if _is_ever_due(cache):
         budgets = _budgets(model, method, layout, length, max_new_tokens)
-        cache = _under_budgets(model.config, method, cache, budgets, np.asarray(compact))
+        interval = method.schedule.interval
+        cache, late = _under(method, cache, budgets, 0 if compact else interval)
+        if late.any():
+            cache = take_sequences(cache, jnp.asarray([0])) if compact else cache
+            cache = recompress_late(method, cache, model.config.ropes, late)
+        cache = _under(method, cache, budgets, interval)[0] if compact else cache
     room = room_behind(cache, layout.one, layout.limits.step_tokens)
     logits = jnp.zeros(layout.logits.shape, layout.logits.dtype)
     return PrefillResult(cache, logits, (occupancy(cache), occupancy(cache, windows=True)), room)
+
+
+def compile_return(model: Model, method: Method, cache: KVCache) -> None:
+    """Compile what brings such a cache back to its budget, so that no later answer waits for it."""
+    if _is_ever_due(cache):
+        recompress_late(method, cache, model.config.ropes, np.zeros(1, bool), compiler())
 
 
 def _is_ever_due(cache: KVCache) -> bool:
@@ -70,26 +80,31 @@ def _budgets(model: Model, method: Method, layout: EngineLayout, length: int, ma
     return tuple(of_layer(number, plan) for number, plan in enumerate(layout.plans))
 
 
-@jit(static_argnames=("config", "method"))
-def _under_budgets(
-    config: ModelConfig,
-    method: Method,
-    cache: KVCache,
-    budgets: Budgets,
-    now: Bool[Array | np.ndarray, ""],
-) -> KVCache:
-    """A sequence under other budgets, compressed where it is due by them, or holds more than them `now`."""
-    interval = method.schedule.interval
-    one = replace(cache, state=_until(cache.state, budgets, jnp.where(now, 0, interval)))
-    late = due(method, one)
-    assert late is not None
-    one = cond_in_place(late, lambda cache: recompress(method, cache, ropes=config.ropes), one)
-    layers, state = placed(method, one.layers), placed_state(method, _until(one.state, budgets, interval))
-    return KVCache(layers, state, constrain(one.position, "batch"))
+def _under(method: Method, cache: KVCache, budgets: Budgets, interval: int) -> tuple[KVCache, Bool[np.ndarray, " B"]]:
+    """A sequence under other budgets, due `interval` rows beyond them, and whether it is."""
+    remembered, late = _of_budgets(method, cache, budgets, np.asarray(interval, np.int32))
+    pairs = zip(cache.state, remembered, strict=True)
+    state = tuple(tuple(old and old | new for old, new in zip(*layer, strict=True)) for layer in pairs)
+    return replace(cache, state=state), fetch(late)
+
+
+@jit(static_argnames=("method",))
+def _of_budgets(
+    method: Method, cache: KVCache, budgets: Budgets, interval: Int[Array | np.ndarray, ""]
+) -> tuple[tuple[tuple[State, ...], ...], Bool[Array, " B"]]:
+    """What is remembered of these budgets alone: rows stay where they are."""
+    state = _until(cache.state, budgets, interval)
+    room = room_of_sequences(method, replace(cache, state=state))
+    assert room is not None
+    names = ("budget", "due")
+    own = tuple(
+        tuple({name: x for name, x in (each or {}).items() if name in names} for each in layer) for layer in state
+    )
+    return placed_state(method, own), constrain(room <= 0, None)
 
 
 def _until(
-    state: tuple[tuple[State, ...], ...], budgets: Budgets, interval: Int[Array, ""] | int
+    state: tuple[tuple[State, ...], ...], budgets: Budgets, interval: Int[Array | np.ndarray, ""]
 ) -> tuple[tuple[State, ...], ...]:
     """What is kept between steps with these budgets, due `interval` rows beyond them."""
 

@@ -27,7 +27,7 @@ class ModelRunner:
     def __init__(self, model: Model, method: Method, layout: EngineLayout) -> None:
         self.model, self.method, self.layout = model, method, layout
         self._slots = slot_programs.empty(layout.one, layout.logits, layout.slots, method)
-        self._questions_compiled = False
+        self._questions_compiled = self._return_compiled = False
 
     def insert(self, slot: int, result: PrefillResult) -> None:
         """Put a prompt's cache and logits into a slot."""
@@ -96,6 +96,9 @@ class ModelRunner:
             cache = take_sequences(self._slots.cache, jnp.asarray([slot]))
         else:
             cache = slot_programs.extract(self.method, self._slots, np.asarray(slot, np.int32)).cache
+        if not self._return_compiled:
+            continuation.compile_return(self.model, self.method, cache)
+            self._return_compiled = True
         return continuation.left_behind(self.model, self.method, self.layout, cache, length, max_new_tokens)
 
     def statistics(self, slot: int) -> KVCache:

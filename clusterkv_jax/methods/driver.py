@@ -197,7 +197,7 @@ def scheduled(method: Method, state: State, plan: GroupPlan, budgets: Int[Array,
     return state or None
 
 
-def with_budget(state: State, budget: Int[Array, "B *heads"], interval: Int[Array, ""] | int) -> State:
+def with_budget(state: State, budget: Int[Array, "B *heads"], interval: Int[Array | np.ndarray, ""] | int) -> State:
     """What is remembered of a group under another budget: it is due `interval` rows beyond it."""
     return state | {"budget": budget, "due": budget + interval}
 

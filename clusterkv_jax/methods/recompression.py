@@ -208,38 +208,34 @@ def _recompress_group(
 # --- between two programs ---
 
 
-def recompress_late(method: Method, cache: KVCache, ropes: tuple[Rope | None, ...], late: Bool[Any, " B"]) -> KVCache:
+def recompress_late(
+    method: Method,
+    cache: KVCache,
+    ropes: tuple[Rope | None, ...],
+    late: Bool[Any, " B"],
+    call: Callable[..., Any] = lambda program, *args: program(*args),
+) -> KVCache:
     """Bring the sequences that are `late`, and due, back to their budgets; the others stay as they are, bit for bit.
 
-    The cache is donated, layer by layer. As `recompress`, but not for use in a jit.
+    The cache is donated, layer by layer. As `recompress`, but not for use in a jit. `call` runs the programs, or
+    compiles them.
     """
 
-    def pages(layer: Any, state: States, rope: Rope | None) -> tuple[PagedHeads, States]:
-        return _pages(method, layer, state, cache.position, rope, late)
+    def pages(layer: Any, state: States, rope: Rope | None) -> Any:
+        """Every head as a sequence of its own."""
+        now = alike(layer)
+        heads = call(_side_by_side, method, now, state, late)
+        after, states = call(_put_back, method, now, state, *call(_heads, method, rope, *heads, cache.position))
+        return as_it_was(after, layer), states
 
-    def by_group(layer: Layer, state: States, rope: Rope | None, before: Any) -> tuple[Layer, States, Any]:
-        return _layer(method, layer, state, cache.position, rope, before, late)
+    def by_group(layer: Layer, state: States, rope: Rope | None, before: Any) -> Any:
+        return call(_layer, method, layer, state, cache.position, rope, before, late)
 
     return _through_layers(method, cache, ropes, pages, by_group)
 
 
 def _is_ever_due(state: States) -> bool:
     return any(memory is not None and "due" in memory for memory in state)
-
-
-def _pages(
-    method: Method,
-    layer: Any,
-    state: States,
-    position: Int[Array, " B"],
-    rope: Rope | None,
-    late: Bool[Any, " B"],
-) -> tuple[PagedHeads, States]:
-    """Every head as a sequence of its own."""
-    now = alike(layer)
-    heads = _side_by_side(method, now, state, late)
-    after, states = _put_back(method, now, state, *_heads(method, rope, *heads, position))
-    return as_it_was(after, layer), states
 
 
 @jit(static_argnames=("method", "rope"), donate_argnames=("layer",))

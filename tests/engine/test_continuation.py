@@ -56,6 +56,21 @@ def test_the_budget_grows_with_the_conversation(shares):
     assert len(served.add(compacted, prompt(1, 3), max_new_tokens=4).result().tokens[0]) == 4
 
 
+@pytest.mark.parametrize("shares", [None, ((1.5, 0.5), (0.5, 1.5))])
+def test_a_context_is_compacted_beside_itself_and_waits_for_no_compiler(shares):
+    """The first answer that was kept has compiled it, but for the copy."""
+    method = replace(METHOD, budget=ckv.Budget(ratio=HALF, shares=shares), interval=24)
+    served = engine(max_tokens=248, method=method)  # which nothing else compiles
+    *_, context = talk(served, 15)
+    rows, asked = served.rows(context), prompt(1, 3)
+    said = served.add(context, asked, max_new_tokens=4).result().tokens
+    before = served.stats().programs
+    assert served.rows(served.compact(context))[0] < rows[0]
+    assert served.stats().programs <= before + 1
+    assert served.rows(context) == rows
+    assert served.add(context, asked, max_new_tokens=4).result().tokens == said
+
+
 def test_a_fork_is_another_question_and_what_nobody_holds_is_forgotten():
     served = engine()
     first = served.add(prompt(1, 30), max_new_tokens=5, keep=True)
