@@ -1,5 +1,6 @@
 """What the text of a program that is compiled for a GPU says."""
 
+import math
 import re
 
 
@@ -18,3 +19,9 @@ def most_operands(program: str) -> int:
 def most_results(program: str) -> int:
     """Of a launch that XLA fuses."""
     return max((text.count("[") for text in re.findall(r" = \((.*?)\) fusion\(", program)), default=0)
+
+
+def largest_copy(program: str) -> int:
+    """Elements of the largest array that a launch does nothing to but copy."""
+    shapes = re.findall(r" = \w+\[([\d,]+)\]\S* copy(?:-start)?\(", program)
+    return max((math.prod(map(int, shape.split(","))) for shape in shapes), default=0)

@@ -12,9 +12,10 @@ import clusterkv_jax as ckv
 from clusterkv_jax.blocks.experts import mixture
 from clusterkv_jax.cache.host_store import place
 from clusterkv_jax.cache.kinds import with_groups
-from clusterkv_jax.cache.layers import groups, take_sequences
+from clusterkv_jax.cache.layers import LayerCache, groups, take_sequences
 from clusterkv_jax.checkpoints.in_codes import code_shapes, kind_of
 from clusterkv_jax.decoding import DecodeState, decode_loop
+from clusterkv_jax.decoding.appending import step_one_layer
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.methods.driver import LayerPrompt, compress_layer
 from clusterkv_jax.methods.plan import planned_layer, plans_of_width
@@ -30,7 +31,7 @@ SHARE = ckv.Budget(ratio=0.2)
 
 def programs(array):
     """Every program by name: the function, its arguments as `array(shape, dtype)` describes them, what it donates."""
-    return {name: program for part in (prompts, decoding, experts) for name, program in part(array).items()}
+    return {name: program for part in (prompts, questions, decoding, experts) for name, program in part(array).items()}
 
 
 def of_little_memory(array):
@@ -86,6 +87,25 @@ def prompts(array):
         ),
         "cluster two layers": compressing_at_once(ckv.OrbitKV(SHARE)),
     }
+
+
+def questions(array):
+    """Of 64 tokens, through a layer of two slots, of which an engine asks both at once."""
+    method, inputs = ckv.OrbitKV(SHARE), frozenset({"scores"})
+    _, plans = plans_of_width(LLAMA, method, BF16, PROMPT, reserve=384, step_tokens=64, max_new_tokens=384)
+    slots = plans(0).groups[0].capacity
+
+    def through(weights, layer, state, hidden, positions, real):
+        return step_one_layer(weights, LLAMA.of_layer(0), method, inputs, layer, state, hidden, None, positions, real)
+
+    of_slots = (2, HEADS, slots)
+    rows, number = array((*of_slots, DIM), BF16), array(of_slots, F32)
+    layer = LayerCache(rows, rows, number, array((2, HEADS), I32), array(of_slots, I32))
+    state = {"scores": number} | dict.fromkeys(("budget", "due"), array((2,), I32)) | {"share": array((2,), F32)}
+    weights = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(LLAMA)["layers"][0])
+    weights = weights | {"surrogate": surrogate_of(array, LLAMA)}
+    tokens = array((2, 64, LLAMA.hidden_size), BF16), array((2, 64), I32), array((2, 64), bool)
+    return {"question": (through, (weights, layer, (state,), *tokens), (1, 2))}
 
 
 def random_key(array):

@@ -23,7 +23,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_force_co
 
 import jax
 import numpy as np
-from compiled_text import launches, most_operands, most_results
+from compiled_text import largest_copy, launches, most_operands, most_results
 from described import array as on_mesh
 from jax.experimental import topologies
 
@@ -60,6 +60,7 @@ def compile_for(target: str, programs: Callable[..., dict[str, Any]]) -> dict[st
             "launches": launches(text),
             "operands": most_operands(text),
             "results": most_results(text),
+            "copied": largest_copy(text),
             "products": len(re.findall(r"gemm_fusion\S* = ", text)),
             "loops": len(re.findall(r" while\(", text)),
             "temporary": memory.temp_size_in_bytes,

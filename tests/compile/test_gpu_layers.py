@@ -44,6 +44,16 @@ def test_clustering_of_known_rounds_asks_the_device_nothing(programs):
     assert programs["cluster"]["loops"] == 0
 
 
+def test_a_question_leaves_the_cache_where_it_lies(programs):
+    """Rows of two slots, read and longer in the same launches of a layer: beside them stand parts of attention."""
+    program = programs["question"]
+    rows = 2 * 8 * 13000 * (2 * 2 * 128 + 4 + 4 + 4)
+    assert {"append_rows_kernel", "biased_attention_attend"} <= set(program["names"])
+    assert program["alias"] >= rows
+    assert program["temporary"] < program["alias"]
+    assert program["copied"] <= 2 * 64 * 4096  # no more than hidden states
+
+
 def test_layers_are_not_fused_into_each_other(programs):
     """Two are here. Of 32, launches that had results of many layers compiled for a minute."""
     assert programs["decode by scores"]["results"] <= 4
