@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import demo_data
-import demo_evaluation
 import jax
 import jax.numpy as jnp
 import optax
@@ -166,12 +165,8 @@ def main(
     toy: Annotated[
         bool, typer.Option("--tiny", help="A toy model for a few steps: tries the whole path in seconds on a CPU.")
     ] = False,
-    evaluate: Annotated[
-        bool, typer.Option(help="Only measure the model in --out, on held-out books and keys.")
-    ] = False,
-    cases: Annotated[int, typer.Option(help="Cases per task and length of the evaluation.")] = 64,
 ) -> None:
-    """Train the packaged demo model (8 M parameters) or a Qwen3 of 61 M, or measure it with --evaluate.
+    """Train the packaged demo model (8 M parameters) or a Qwen3 of 61 M.
 
     The model reads public-domain books with facts, variables and word counts hidden in them and answers questions in
     RULER's wording. Rows of 1,024 tokens teach it to retrieve, rows of 4,096 and 8,192 to do so over long texts. A row
@@ -185,9 +180,6 @@ def main(
     work = work or Path("runs") / recipe
     out = out or (Path("models/demo") if recipe == "demo" else work / "model")
     console = Console(markup=False)
-    if evaluate:
-        demo_evaluation.run(out, data, cases, console)
-        return
     plan = _scaled(tiny(RECIPES[recipe]) if toy else RECIPES[recipe], seed, scale)
     try:
         corpus = prepare(data, work, plan)
