@@ -28,6 +28,21 @@ LEAST_SHARED = 101376
 WITHOUT_E4M3 = ("A100", "A800", "A10", "A30", "A40", "A16", "A2", "A4000", "A5000", "A6000", "RTX 30", "V100", "T4")
 
 
+def differentiated_by(definition: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """Makes `run(options, *operands)` of a kernel have the derivative of `definition(options)`: it has none itself."""
+
+    def decorated(run: Callable[..., Any]) -> Callable[..., Any]:
+        function = jax.custom_jvp(run, nondiff_argnums=(0,))
+
+        @function.defjvp
+        def _(options, operands, tangents):
+            return function(options, *operands), jax.jvp(definition(options), operands, tangents)[1]
+
+        return function
+
+    return decorated
+
+
 def call(
     kernel: Callable[..., None],
     out_shape: Any,

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.append_rows import reference
-from clusterkv_jax.kernels.gpu import DTYPES, arange, call, power_of_two
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, differentiated_by, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised
 
 TILE = 16  # tokens of a program
@@ -35,7 +35,7 @@ def append_rows(
     return _append(options, *rows)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@differentiated_by(lambda _: reference.append_rows)
 def _append(
     options, keys, values, degree, positions, length, new_keys, new_values, new_positions, real, scores, new_scores
 ):
@@ -57,12 +57,6 @@ def _append(
     )
     keys, values, scores, degree, positions = jax.tree.unflatten(tree, outputs)
     return keys, values, degree, positions, scores
-
-
-@_append.defjvp
-def _append_jvp(options, args, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    return _append(options, *args), jax.jvp(reference.append_rows, args, tangents)[1]
 
 
 def _kernel(*refs, tile, rows):

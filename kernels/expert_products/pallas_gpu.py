@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.expert_products import reference
-from clusterkv_jax.kernels.gpu import arange, call, dot, only_row, power_of_two, whole_block
+from clusterkv_jax.kernels.gpu import arange, call, differentiated_by, dot, only_row, power_of_two, whole_block
 from clusterkv_jax.kernels.tuning import blocks
 
 MOST_TOKENS = 16
@@ -49,7 +49,7 @@ def expert_products(x, logits, gate, up, down, *, per_token, normalize, sizes=No
     return _run((per_token, normalize, *static, interpret), x, logits, gate, up, down)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@differentiated_by(lambda options: partial(reference.expert_products, per_token=options[0], normalize=options[1]))
 def _run(options, x, logits, gate, up, down):
     per_token, normalize, into, out, interpret = options
     into, out = dict(into), dict(out)
@@ -75,14 +75,6 @@ def _run(options, x, logits, gate, up, down):
         interpret=interpret,
     )
     return jnp.sum(outputs.reshape(len(x), per_token, inputs), axis=1).astype(x.dtype)
-
-
-@_run.defjvp
-def _run_jvp(options, args, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    per_token, normalize, *_ = options
-    definition = partial(reference.expert_products, per_token=per_token, normalize=normalize)
-    return _run(options, *args), jax.jvp(definition, args, tangents)[1]
 
 
 def _sorted(logits, per_token, normalize):

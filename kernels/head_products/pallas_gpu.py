@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.few_rows import check_rows, fitted, products, tile_of_rows
-from clusterkv_jax.kernels.gpu import arange, call, power_of_two, whole_block
+from clusterkv_jax.kernels.gpu import arange, call, differentiated_by, power_of_two, whole_block
 from clusterkv_jax.kernels.head_products import reference
 
 # Pairs of a program, sums at once, inputs of each at a time, warps, and blocks of weights on their way at once.
@@ -60,7 +60,7 @@ def head_products(
     return _run(static, x, weights, biases, angles, scale, surrogate)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@differentiated_by(lambda options: partial(reference.head_products, **dict(options[0])))
 def _run(options, x, weights, biases, angles, scale, surrogate):
     norm, sizes, interpret = dict(options[0]), dict(options[1]), options[2]
     pairs = sum(w.shape[0] * w.shape[1] // 2 for w in weights)
@@ -75,13 +75,6 @@ def _run(options, x, weights, biases, angles, scale, surrogate):
         stages=sizes.get("stages", 1),
         interpret=interpret,
     )
-
-
-@_run.defjvp
-def _run_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    definition = partial(reference.head_products, **dict(options[0]))
-    return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
 def _kernel(x, weights, biases, angles, scale, surrogate, *outs, block, depth, sums, turns, eps, offset):

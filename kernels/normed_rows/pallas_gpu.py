@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from clusterkv_jax.kernels.gpu import DTYPES, arange, call, power_of_two
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, differentiated_by, power_of_two
 from clusterkv_jax.kernels.normed_rows import reference
 
 MOST_WIDTH = 2**15  # a row is held in registers
@@ -30,7 +30,7 @@ def normed_rows(x, scale, weights=None, *, eps, offset, interpret=False):
     return _run((eps, offset, interpret), x, scale, weights)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@differentiated_by(lambda options: partial(reference.normed_rows, eps=options[0], offset=options[1]))
 def _run(options, x, scale, weights):
     eps, offset, interpret = options
     outputs = 1 if weights is None else len(weights)
@@ -45,14 +45,6 @@ def _run(options, x, scale, weights):
         warps=min(16, max(1, power_of_two(x.shape[1]) // NUMBERS_OF_WARP)),
         interpret=interpret,
     )
-
-
-@_run.defjvp
-def _run_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    eps, offset, _ = options
-    definition = partial(reference.normed_rows, eps=eps, offset=offset)
-    return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
 def _kernel(x, scale, weights, normed, products, *, eps, offset):

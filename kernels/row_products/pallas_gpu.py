@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from clusterkv_jax.kernels.few_rows import check_rows, fitted, products, tile_of_rows
-from clusterkv_jax.kernels.gpu import arange, call
+from clusterkv_jax.kernels.gpu import arange, call, differentiated_by
 from clusterkv_jax.kernels.row_products import reference
 
 # Outputs of a program, inputs at a time, warps, and blocks of weights on their way at once.
@@ -38,7 +38,7 @@ def row_products(x, weights, onto=None, gated=None, *, gate=None, share=1.0, siz
     return _run((gate, share, tuple(options.items()), interpret), x, weights, onto, gated)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@differentiated_by(lambda options: partial(reference.row_products, gate=options[0], share=options[1]))
 def _run(options, x, weights, onto, gated):
     gate, share, sizes, interpret = options
     sizes, outputs = dict(sizes), weights.shape[1]
@@ -54,13 +54,6 @@ def _run(options, x, weights, onto, gated):
         stages=sizes["stages"],
         interpret=interpret,
     )
-
-
-@_run.defjvp
-def _run_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    differentiable = partial(reference.row_products, gate=options[0], share=options[1])
-    return _run(options, *operands), jax.jvp(differentiable, operands, tangents)[1]
 
 
 def _kernel(x, weights, onto, gated, out, *, block, depth, sums, gate, share):

@@ -25,7 +25,7 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
     combine_splits,
     split_sizes,
 )
-from clusterkv_jax.kernels.gpu import DTYPES, arange, call, check_codes, check_dtypes, power_of_two
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, check_codes, check_dtypes, differentiated_by, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, as_array, is_packed, kind, rotated
 from clusterkv_jax.kernels.step_in_groups import reference
 from clusterkv_jax.kernels.tuning import blocks
@@ -59,7 +59,13 @@ def step_in_groups(
     return _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _definition(options):
+    heads, largest, (soft_cap, degree_power), *_ = options
+    how = {"heads": heads, "largest": largest, "soft_cap": soft_cap, "degree_power": degree_power}
+    return partial(reference.step_in_groups, **how)
+
+
+@differentiated_by(_definition)
 def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buffers, lengths, first):
     heads, largest, bias, sizes, interpret = options
     coded = isinstance(new_keys, Quantised)
@@ -80,15 +86,6 @@ def _run(options, q, new_keys, new_values, new_positions, real, new_scores, buff
 
     buffers = tuple((back(keys), back(values), *beside) for keys, values, *beside in held)
     return rotated(out) if turns else out, lse, buffers, lengths
-
-
-@_run.defjvp
-def _run_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    heads, largest, (soft_cap, degree_power), *_ = options
-    how = {"heads": heads, "largest": largest, "soft_cap": soft_cap, "degree_power": degree_power}
-    definition = partial(reference.step_in_groups, **how)
-    return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
 def _stepped(q, new, buffers, lengths, where, stored, bias, sizes, interpret):

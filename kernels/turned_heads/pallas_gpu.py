@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from clusterkv_jax.kernels.gpu import DTYPES, arange, call, power_of_two
+from clusterkv_jax.kernels.gpu import DTYPES, arange, call, differentiated_by, power_of_two
 from clusterkv_jax.kernels.turned_heads import reference
 
 
@@ -21,7 +21,7 @@ def turned_heads(q, k, q_scale, k_scale, cos, sin, *, eps, offset, interpret=Fal
     return _run((eps, offset, interpret), q, k, q_scale, k_scale, cos, sin)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@differentiated_by(lambda options: partial(reference.turned_heads, eps=options[0], offset=options[1]))
 def _run(options, *operands):
     eps, offset, interpret = options
     q, k = operands[:2]
@@ -33,14 +33,6 @@ def _run(options, *operands):
         warps=1,
         interpret=interpret,
     )
-
-
-@_run.defjvp
-def _run_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    eps, offset, _ = options
-    definition = partial(reference.turned_heads, eps=eps, offset=offset)
-    return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
 def _kernel(q, k, q_scale, k_scale, cos, sin, q_out, k_out, *, eps, offset):

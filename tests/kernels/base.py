@@ -4,7 +4,9 @@ Shapes are few, because every one compiles; what is drawn are contents: lengths 
 empty slots, ties. What must not matter is NaN. Cases are made in numpy: every step in jnp would compile too.
 """
 
+import inspect
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +70,21 @@ def drawn(check, examples, *strategies):
         suppress_health_check=list(HealthCheck),
     )
     quiet(given(*strategies)(check))()
+
+
+def changed(op, name, **changes):
+    """The op under a name, given other arguments than it is called with: each a value, or a function of those."""
+    signature = inspect.signature(op)
+
+    def wrong(*args, **options):
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        bound.arguments |= {key: new(given) if callable(new) else new for key, new in changes.items()}
+        return op(*bound.args, **bound.kwargs)
+
+    wrong.__name__ = name
+    return wrong
 
 
 def edges(*sizes):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.accumulated_attention import accumulated_attention, pallas_gpu, pallas_tpu, reference
-from tests.kernels.base import F32, compiled, drawn, lengths, near, normal, poisoned
+from tests.kernels.base import F32, changed, compiled, drawn, lengths, near, normal, poisoned
 
 BACKENDS = {
     "xla": partial(reference.accumulated_attention, block=48),
@@ -25,10 +25,7 @@ ACCUMULATED_SHAPES = [
     (1, 2, 1, 5, 16, jnp.bfloat16),
 ]
 # For the interpreter that watches for races, which is slow.
-STRICT_SHAPES = {
-    "one-head": (2, 1, 1, 300, 8, jnp.float32),
-    "two-heads": (1, 4, 2, 140, 16, jnp.bfloat16),
-}
+STRICT_SHAPES = {"one-head": (2, 1, 1, 300, 8, jnp.float32), "two-heads": (1, 4, 2, 140, 16, jnp.bfloat16)}
 
 
 def accumulated_oracle(q, keys, lengths):
@@ -62,22 +59,14 @@ def check_accumulated_of(shape, implementation, examples):
     drawn(check, examples, st.integers(0, 2**16), lengths(batch, 1, tokens, 64, 128, 256, tokens))
 
 
-def accumulated_without_length(q, keys, lengths):
-    return reference.accumulated_attention(q, keys, jnp.full_like(lengths, q.shape[2]))
-
-
-def accumulated_without_diagonal(q, keys, lengths):
-    """Queries that see the row after their own too."""
-    return reference.accumulated_attention(jnp.roll(q, 1, axis=2), keys, lengths)
-
-
-def accumulated_of_the_first_query_heads(q, keys, lengths):
-    return reference.accumulated_attention(q[:, : keys.shape[1]], keys, lengths)
-
-
+wrong = partial(changed, reference.accumulated_attention)
 CHECKS = [check_accumulated]
 BROKEN = {
-    check_accumulated: [accumulated_without_length, accumulated_without_diagonal, accumulated_of_the_first_query_heads],
+    check_accumulated: [
+        wrong("without_length", lengths=lambda a: jnp.full_like(a.lengths, a.q.shape[2])),
+        wrong("with_the_row_after_its_own", q=lambda a: jnp.roll(a.q, 1, axis=2)),
+        wrong("of_the_first_query_heads", q=lambda a: a.q[:, : a.keys.shape[1]]),
+    ]
 }
 
 

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.append_rows import pallas_gpu, reference
 from clusterkv_jax.kernels.quantised import Quantised, quantise
-from tests.kernels.base import compiled, drawn, lengths, normal, poisoned
+from tests.kernels.base import changed, compiled, drawn, lengths, normal, poisoned
 
 BACKENDS = {
     "xla": reference.append_rows,
@@ -83,33 +83,6 @@ def append_of_padded_scores(*args):
     return *others, None if scores is None else append_of_padding(*args)[4]
 
 
-def append_of_the_first_score(*operands):
-    *others, scores, new_scores = operands
-    new_scores = None if scores is None else jnp.broadcast_to(new_scores[:, :1], new_scores.shape)
-    return reference.append_rows(*others, scores, new_scores)
-
-
-def append_behind_the_first_head(keys, values, degree, positions, length, *new):
-    return reference.append_rows(keys, values, degree, positions, length[:, :1] + 0 * length, *new)
-
-
-def append_over_the_last_rows(keys, *operands):
-    values, degree, positions, length, new_keys, *new = operands
-    length = jnp.minimum(length, keys.shape[2] - new_keys.shape[2])
-    return reference.append_rows(keys, values, degree, positions, length, new_keys, *new)
-
-
-def append_from_the_end(*operands):
-    *slots, length = operands[:5]
-    length = jnp.where(length < 0, length + slots[0].shape[2], length)
-    return reference.append_rows(*slots, length, *operands[5:])
-
-
-def append_of_short_rows(*operands):
-    slots, new_keys, new = operands[:5], operands[5], operands[6:]
-    return reference.append_rows(*slots, new_keys.astype(jnp.float8_e5m2), *new)
-
-
 def check_append_of_codes(implementation, *, examples=4):
     """Codes and scales go where rows go: those of each kind as if they were rows."""
     for tokens, name in ((1, "int8"), (5, "float8_e4m3"), (3, "int4")):
@@ -147,17 +120,21 @@ def append_without_scales(keys, values, *args):
     return Quantised(new_keys.codes, keys.scales), Quantised(new_values.codes, values.scales), *rest
 
 
+wrong = partial(changed, reference.append_rows)
 CHECKS = [check_append, check_append_of_codes]
 BROKEN = {
     check_append_of_codes: [append_without_scales],
     check_append: [
         append_of_padding,
         append_of_padded_scores,
-        append_of_the_first_score,
-        append_behind_the_first_head,
-        append_over_the_last_rows,
-        append_from_the_end,
-        append_of_short_rows,
+        wrong(
+            "of_the_first_score",
+            new_scores=lambda a: None if a.scores is None else a.new_scores[:, :1] + 0 * a.new_scores,
+        ),
+        wrong("behind_the_first_head", length=lambda a: a.length[:, :1] + 0 * a.length),
+        wrong("over_the_last_rows", length=lambda a: jnp.minimum(a.length, a.keys.shape[2] - a.new_keys.shape[2])),
+        wrong("from_the_end", length=lambda a: jnp.where(a.length < 0, a.length + a.keys.shape[2], a.length)),
+        wrong("of_short_rows", new_keys=lambda a: a.new_keys.astype(jnp.float8_e5m2)),
     ],
 }
 

@@ -13,7 +13,7 @@ from clusterkv_jax.kernels.biased_attention import biased_attention, pallas_gpu,
 from clusterkv_jax.kernels.biased_attention.derivative import differentiable
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, quantise
-from tests.kernels.base import F32, compiled, drawn, lengths, near, normal, poisoned, tolerance
+from tests.kernels.base import F32, changed, compiled, drawn, lengths, near, normal, poisoned, tolerance
 
 BACKENDS = {
     "xla": reference.biased_attention,
@@ -29,10 +29,7 @@ ATTENTION_SHAPES = [
 ]
 CAPPED_SHAPES = [(1, 2, 4, 2, 150, 16, jnp.float32)]
 # For the interpreter that watches for races, which is slow.
-STRICT_SHAPES = {
-    "one-head": (2, 1, 2, 1, 130, 8, jnp.float32),
-    "two-heads": (1, 3, 8, 2, 260, 16, jnp.bfloat16),
-}
+STRICT_SHAPES = {"one-head": (2, 1, 2, 1, 130, 8, jnp.float32), "two-heads": (1, 3, 8, 2, 260, 16, jnp.bfloat16)}
 
 
 def attention_oracle(q, keys, values, degree, length, soft_cap=None):
@@ -98,14 +95,6 @@ def check_attention_of(shape, implementation, examples, **cap):
     )
 
 
-def without_log_degree(q, keys, values, degree, length, **options):
-    return reference.biased_attention(q, keys, values, jnp.sign(degree), length, **options)
-
-
-def without_length(q, keys, values, degree, length, **options):
-    return reference.biased_attention(q, keys, values, degree, None, **options)
-
-
 def with_a_split_off_by_one(q, keys, values, degree, length, *, return_lse, return_probs):
     """Two parts that are combined as they should be, but the second begins one slot late."""
     half, both = keys.shape[2] // 2, {"return_lse": True, "return_probs": True}
@@ -118,11 +107,6 @@ def with_a_split_off_by_one(q, keys, values, degree, length, *, return_lse, retu
     out = sum(s[..., None] * part[0].astype(jnp.float32) for s, part in zip(share, parts, strict=True))
     probs = [part[2] for part in parts]
     return out.astype(q.dtype), lse, jnp.concatenate([probs[0], probs[0][..., :1] * 0, probs[1]], axis=-1)
-
-
-def without_soft_cap(*operands, soft_cap, **options):
-    del soft_cap
-    return reference.biased_attention(*operands, **options)
 
 
 def with_a_cap_of_the_bias_too(q, keys, values, degree, length, *, soft_cap, **options):
@@ -175,13 +159,6 @@ def spoilt(codes, empty):
     )
 
 
-def _with(change_keys=lambda x: x, change_values=lambda x: x):
-    def attention(q, keys, values, degree, length, **options):
-        return reference.biased_attention(q, change_keys(keys), change_values(values), degree, length, **options)
-
-    return attention
-
-
 def _one_scale(rows):
     occupied = jnp.where(jnp.isfinite(rows.scales), rows.scales, 0.0)
     return Quantised(rows.codes, jnp.broadcast_to(jnp.max(occupied, axis=2, keepdims=True), rows.scales.shape))
@@ -192,24 +169,24 @@ def _halves_exchanged(rows):
     return Quantised((rows.codes << 4) | (rows.codes >> 4), rows.scales) if packed else rows
 
 
-def _named(name, function):
-    function.__name__ = name
-    return function
-
-
 def without_turning_the_queries(q, keys, values, degree, length, **options):
     return reference.biased_attention.__wrapped__(q, keys, values, degree, length, **options)
 
 
+wrong = partial(changed, reference.biased_attention)
 CHECKS = [check_attention, check_capped_attention, check_coded_attention]
 BROKEN = {
-    check_attention: [without_log_degree, without_length, with_a_split_off_by_one],
-    check_capped_attention: [without_soft_cap, with_a_cap_of_the_bias_too],
+    check_attention: [
+        wrong("without_log_degree", degree=lambda a: jnp.sign(a.degree)),
+        wrong("without_length", length=None),
+        with_a_split_off_by_one,
+    ],
+    check_capped_attention: [wrong("without_soft_cap", soft_cap=None), with_a_cap_of_the_bias_too],
     check_coded_attention: [
-        _named("without_the_scales_of_keys", _with(change_keys=_one_scale)),
-        _named("without_the_scales_of_values", _with(change_values=_one_scale)),
-        _named("with_the_halves_of_keys_exchanged", _with(change_keys=_halves_exchanged)),
-        _named("with_the_halves_of_values_exchanged", _with(change_values=_halves_exchanged)),
+        wrong("without_the_scales_of_keys", keys=lambda a: _one_scale(a.keys)),
+        wrong("without_the_scales_of_values", values=lambda a: _one_scale(a.values)),
+        wrong("with_the_halves_of_keys_exchanged", keys=lambda a: _halves_exchanged(a.keys)),
+        wrong("with_the_halves_of_values_exchanged", values=lambda a: _halves_exchanged(a.values)),
         without_turning_the_queries,
     ],
 }

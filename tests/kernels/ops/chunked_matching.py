@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.chunked_matching import chunked_matching, pallas_gpu, pallas_tpu, reference
 from clusterkv_jax.kernels.quantised import Quantised, row_squares
-from tests.kernels.base import F32, compiled, drawn, exact, lengths, normal, poisoned, stored
+from tests.kernels.base import F32, changed, compiled, drawn, exact, lengths, normal, poisoned, stored
 
 BACKENDS = {
     "xla": reference.chunked_matching,
@@ -175,22 +175,6 @@ def one_head(match, score, expected, start, ties):
         np.testing.assert_allclose(expected[edge, partner], best[edge], atol=F32 * 10, rtol=0)
 
 
-def matching_without_tail_mask(features, *, length, **options):
-    return reference.chunked_matching(features, length=None, **options)
-
-
-def matching_of_longer_chunks(features, *, chunk, **options):
-    return reference.chunked_matching(features, chunk=chunk + 2, **options)
-
-
-def matching_of_one_value_weight(features, *, value_weight, **options):
-    return reference.chunked_matching(features, value_weight=1.0, **options)
-
-
-def matching_without_distance(features, *, key_weight, **options):
-    return reference.chunked_matching(features, key_weight=jnp.zeros_like(key_weight), **options)
-
-
 def matching_by_codes_alone(features, *, values, **options):
     """Keys of int8 in units of their scales, as if those were all 1."""
     if isinstance(features, Quantised):
@@ -198,14 +182,19 @@ def matching_by_codes_alone(features, *, values, **options):
     return reference.chunked_matching(features, values=values, **options)
 
 
-def matching_without_bias(features, *, bias, **options):
-    return reference.chunked_matching(features, bias=None, **options)
-
-
+wrong = partial(changed, reference.chunked_matching)
 CHECKS = [check_matching, check_paired]
 BROKEN = {
-    check_matching: [matching_without_tail_mask, matching_of_longer_chunks, matching_without_bias],
-    check_paired: [matching_of_one_value_weight, matching_without_distance, matching_by_codes_alone],
+    check_matching: [
+        wrong("without_tail_mask", length=None),
+        wrong("of_longer_chunks", chunk=lambda a: a.chunk + 2),
+        wrong("without_bias", bias=None),
+    ],
+    check_paired: [
+        wrong("of_one_value_weight", value_weight=1.0),
+        wrong("without_distance", key_weight=lambda a: jnp.zeros_like(a.key_weight)),
+        matching_by_codes_alone,
+    ],
 }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clusterkv_jax.kernels.expert_products import pallas_gpu, reference
-from tests.kernels.base import compiled, near, normal
+from tests.kernels.base import changed, compiled, near, normal
 
 BACKENDS = {
     "xla": reference.expert_products,
@@ -72,30 +72,23 @@ def check_ties(implementation, *, examples=1):
         near(result, exact(x, logits, *weights, **route), TWO_PRODUCTS, axes=1)
 
 
-def experts_with_the_other_shares(*args, normalize, **options):
-    return reference.expert_products(*args, normalize=not normalize, **options)
-
-
-def experts_one_fewer(*args, per_token, **options):
-    return reference.expert_products(*args, per_token=per_token - 1, **options)
-
-
-def experts_of_the_first_token(x, logits, *weights, **options):
-    return reference.expert_products(x, jnp.broadcast_to(logits[:1], logits.shape), *weights, **options)
-
-
-def the_last_of_equal_experts(x, logits, gate, up, down, **options):
-    return reference.expert_products(x, logits[:, ::-1], gate[::-1], up[::-1], down[::-1], **options)
-
-
+wrong = partial(changed, reference.expert_products)
 CHECKS = [check_experts, check_ties]
 BROKEN = {
     check_experts: [
-        experts_with_the_other_shares,
-        experts_one_fewer,
-        experts_of_the_first_token,
+        wrong("with_the_other_shares", normalize=lambda a: not a.normalize),
+        wrong("one_fewer", per_token=lambda a: a.per_token - 1),
+        wrong("of_the_first_token", logits=lambda a: jnp.broadcast_to(a.logits[:1], a.logits.shape)),
     ],
-    check_ties: [the_last_of_equal_experts],
+    check_ties: [
+        wrong(
+            "the_last_of_equal_experts",
+            logits=lambda a: a.logits[:, ::-1],
+            gate=lambda a: a.gate[::-1],
+            up=lambda a: a.up[::-1],
+            down=lambda a: a.down[::-1],
+        )
+    ],
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.gather_rows import gather_rows, pallas_gpu, reference
-from tests.kernels.base import compiled, drawn, normal
+from tests.kernels.base import changed, compiled, drawn, normal
 
 BACKENDS = {
     "xla": reference.gather_rows,
@@ -84,18 +84,14 @@ def move_that_keeps_the_rest(source, rows, *, in_place):
     return jnp.where((rows < 0)[..., None], source, reference.gather_rows(source, rows))
 
 
-def gather_of_the_last_row_for_none(source, rows, near=None, place=None):
-    return reference.gather_rows(source, rows % source.shape[2], near, place)
-
-
-def gather_of_what_is_near_first(source, rows, near=None, place=None):
-    return reference.gather_rows(source, rows, near, None if place is None else abs(place))
-
-
+wrong = partial(changed, reference.gather_rows)
 CHECKS = [check_gather, check_moves]
 BROKEN = {
     check_moves: [move_of_what_was_written, move_that_keeps_the_rest],
-    check_gather: [gather_of_the_last_row_for_none, gather_of_what_is_near_first],
+    check_gather: [
+        wrong("of_the_last_row_for_none", rows=lambda a: a.rows % a.source.shape[2]),
+        wrong("of_what_is_near_first", place=lambda a: None if a.place is None else abs(a.place)),
+    ],
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.group_rows import pallas_gpu, reference
-from tests.kernels.base import compiled, drawn
+from tests.kernels.base import changed, compiled, drawn
 
 BACKENDS = {
     "xla": reference.group_rows,
@@ -44,11 +44,11 @@ def group_without_the_order_of_rows(labels, count):
     return labels.shape[-1] - 1 - order, starts
 
 
-def group_with_the_first_label_for_none(labels, count):
-    return reference.group_rows(jnp.maximum(labels, 0), count)
-
-
+wrong = partial(changed, reference.group_rows)
 CHECKS = [check_group]
 BROKEN = {
-    check_group: [group_without_the_order_of_rows, group_with_the_first_label_for_none],
+    check_group: [
+        group_without_the_order_of_rows,
+        wrong("with_the_first_label_for_none", labels=lambda a: jnp.maximum(a.labels, 0)),
+    ]
 }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clusterkv_jax.kernels.head_products import pallas_gpu, reference
-from tests.kernels.base import compiled, near, normal, tolerance
+from tests.kernels.base import changed, compiled, near, normal, tolerance
 
 BACKENDS = {
     "xla": reference.head_products,
@@ -94,17 +94,9 @@ def check_scores(implementation, *, examples=2):
                 near(scores, want, tolerance(jnp.float32), axes=1)
 
 
-def without_eps(*args, eps=0.0, **options):
-    return reference.head_products(*args, **options)
-
-
 def norm_behind(x, weights, biases=None, angles=None, scale=None, **options):
     *heads, _ = reference.head_products(x, weights, biases, angles)
     return *(heads if scale is None else (y / jnp.sqrt(jnp.mean(y**2)) for y in heads)), None
-
-
-def turned_back(x, weights, biases=None, angles=None):
-    return reference.head_products(x, weights, biases, None if angles is None else (angles[0], -angles[1]))
 
 
 def values_turned(x, weights, biases=None, angles=None):
@@ -132,16 +124,24 @@ def scores_rounded(*args, **options):
     return *heads, None if scores is None else scores.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def scores_without_bias(x, weights, biases=None, angles=None, scale=None, surrogate=None, **options):
-    surrogate = None if surrogate is None else (surrogate[0], jnp.zeros_like(surrogate[1]))
-    return reference.head_products(x, weights, biases, angles, scale, surrogate, **options)
-
-
+wrong = partial(changed, reference.head_products)
 CHECKS = [check_heads, check_norm, check_scores]
 BROKEN = {
-    check_heads: [turned_back, values_turned, biases_behind, heads_in_turns],
-    check_norm: [without_eps, norm_behind],
-    check_scores: [scores_before_the_norm, scores_rounded, scores_without_bias],
+    check_heads: [
+        wrong("turned_back", angles=lambda a: None if a.angles is None else (a.angles[0], -a.angles[1])),
+        values_turned,
+        biases_behind,
+        heads_in_turns,
+    ],
+    check_norm: [wrong("without_eps", eps=0.0), norm_behind],
+    check_scores: [
+        scores_before_the_norm,
+        scores_rounded,
+        wrong(
+            "scores_without_bias",
+            surrogate=lambda a: None if a.surrogate is None else (a.surrogate[0], jnp.zeros_like(a.surrogate[1])),
+        ),
+    ],
 }
 
 

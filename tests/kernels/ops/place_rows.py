@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.place_rows import pallas_gpu, place_rows, reference
-from tests.kernels.base import compiled, drawn, lengths, normal, poisoned
+from tests.kernels.base import changed, compiled, drawn, lengths, normal, poisoned
 
 BACKENDS = {"xla": reference.place_rows, "gpu": partial(pallas_gpu.place_rows, interpret=True)}
 LAYERS, BATCH, HEADS, TOKENS, WIDTH = 3, 2, 3, 37, 24
@@ -42,20 +42,19 @@ def check_place(implementation, *, examples=8):
     )
 
 
-def place_of_padding(held, squares, rows, length, place):
-    return reference.place_rows(held, squares, rows, jnp.full_like(length, TOKENS), place)
-
-
 def place_without_squares(held, squares, rows, length, place):
     return reference.place_rows(held, squares, rows, length, place)[0], squares
 
 
-def place_in_the_first(held, squares, rows, length, place):
-    return reference.place_rows(held, squares, rows, length, jnp.zeros_like(place))
-
-
+wrong = partial(changed, reference.place_rows)
 CHECKS = [check_place]
-BROKEN = {check_place: [place_of_padding, place_without_squares, place_in_the_first]}
+BROKEN = {
+    check_place: [
+        wrong("of_padding", lengths=lambda a: jnp.full_like(a.lengths, TOKENS)),
+        place_without_squares,
+        wrong("in_the_first", place=lambda a: jnp.zeros_like(a.place)),
+    ]
+}
 
 
 def test_what_no_backend_can_serve_is_named():

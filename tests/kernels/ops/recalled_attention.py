@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.recalled_attention import pallas_gpu, recalled_attention, reference
-from tests.kernels.base import compiled, drawn, near, normal, poisoned, tolerance
+from tests.kernels.base import changed, compiled, drawn, near, normal, poisoned, tolerance
 
 BACKENDS = {
     "xla": reference.recalled_attention,
@@ -68,32 +68,15 @@ def check_recalled_of(each, dtype, unlisted, soft_cap, implementation, examples)
     drawn(check, examples, st.integers(0, 2**16), holes, length, since)
 
 
-def recalled_with_the_last_row_for_none(q, keys, values, rows, *args, **options):
-    return reference.recalled_attention(q, keys, values, rows % keys.shape[2], *args, **options)
-
-
-def recalled_beyond_its_length(q, keys, values, rows, since, length, **options):
-    return reference.recalled_attention(q, keys, values, rows, since, None, **options)
-
-
-def recalled_without_the_first_unlisted_row(q, keys, values, rows, since, length, **options):
-    since = None if since is None else since + 1
-    return reference.recalled_attention(q, keys, values, rows, since, length, **options)
-
-
-def recalled_without_soft_cap(*operands, soft_cap, **options):
-    del soft_cap
-    return reference.recalled_attention(*operands, **options)
-
-
+wrong = partial(changed, reference.recalled_attention)
 CHECKS = [check_recalled]
 BROKEN = {
     check_recalled: [
-        recalled_with_the_last_row_for_none,
-        recalled_beyond_its_length,
-        recalled_without_the_first_unlisted_row,
-        recalled_without_soft_cap,
-    ],
+        wrong("with_the_last_row_for_none", rows=lambda a: a.rows % a.keys.shape[2]),
+        wrong("beyond_its_length", length=None),
+        wrong("without_the_first_unlisted_row", since=lambda a: None if a.since is None else a.since + 1),
+        wrong("without_soft_cap", soft_cap=None),
+    ]
 }
 
 

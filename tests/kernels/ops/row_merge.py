@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.quantised import Quantised, rotated, row_squares
 from clusterkv_jax.kernels.row_merge import pallas_gpu, reference
-from tests.kernels.base import compiled, drawn, exact, lengths, near, normal, poisoned, stored, tolerance
+from tests.kernels.base import changed, compiled, drawn, exact, lengths, near, normal, poisoned, stored, tolerance
 
 BACKENDS = {
     "xla": reference.row_merge,
@@ -134,12 +134,6 @@ def merge_of_equal_degrees(keys, values, degree, *rest, chunk):
     return *means, reference.row_merge(keys, values, degree, *rest, chunk=chunk)[2], rows, squares
 
 
-def merge_of_the_last_of_equal_edges(*operands, chunk):
-    *others, score, merges, squares = operands
-    score = score + 1e-4 * jnp.arange(score.shape[2], dtype=jnp.float32)[None, None]
-    return reference.row_merge(*others, score, merges, squares, chunk=chunk)
-
-
 def merge_that_forgets_squares(*operands, chunk):
     """Those of rows that have changed."""
     return *reference.row_merge(*operands, chunk=chunk)[:4], operands[-1]
@@ -153,19 +147,17 @@ def merge_in_old_scales(keys, values, *rest, chunk):
     return *(Quantised(x.codes, old.scales) for x, old in zip(new, (keys, values), strict=False)), *new[2:]
 
 
-def merge_with_other_rows(*operands, chunk):
-    """Rounds the partner down to every fourth row, so that other rows meet."""
-    *others, match, score, merges, squares = operands
-    return reference.row_merge(*others, match // 4 * 4 + 1, score, merges, squares, chunk=chunk)
-
-
+wrong = partial(changed, reference.row_merge)
 CHECKS = [check_row_merge]
 BROKEN = {
     check_row_merge: [
         merge_of_equal_degrees,
-        merge_of_the_last_of_equal_edges,
-        merge_with_other_rows,
+        wrong(
+            "of_the_last_of_equal_edges",
+            score=lambda a: a.score + 1e-4 * jax.lax.broadcasted_iota(jnp.float32, a.score.shape, 2),
+        ),
+        wrong("with_every_fourth_row", match=lambda a: a.match // 4 * 4 + 1),
         merge_in_old_scales,
         merge_that_forgets_squares,
-    ],
+    ]
 }

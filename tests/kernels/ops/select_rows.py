@@ -2,12 +2,13 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.select_rows import pallas_gpu, reference
-from tests.kernels.base import compiled, drawn
+from tests.kernels.base import changed, compiled, drawn
 
 BACKENDS = {
     "xla": reference.select_rows,
@@ -74,37 +75,22 @@ def one_selection(selection, sinks, parts):
     assert selection == expected + [-1] * (len(selection) - len(expected))
 
 
-def select_of_equals_in_any_order(scores, *args, **options):
-    nudged = scores + 1e-5 * jnp.arange(scores.shape[-1], dtype=jnp.float32)[None, None, None]
-    return reference.select_rows(nudged, *args, **options)
-
-
-def select_of_one_row_too_many(*operands, **options):
-    *clusters, room = operands[:5]
-    return reference.select_rows(*clusters, room + 1, *operands[5:], **options)
-
-
-def select_with_sinks_on_top(*operands, sinks, **options):
-    *clusters, room = operands[:5]
-    return reference.select_rows(*clusters, room + sinks, *operands[5:], sinks=sinks, **options)
-
-
-def select_for_all_batch_rows(*operands, **options):
-    return reference.select_rows(*operands[:5], **options)
-
-
 def select_of_scattered_rows(*args, sinks, **options):
     rows = reference.select_rows(*args, sinks=sinks, **options)
     return jnp.concatenate([rows[..., :sinks], jnp.sort(rows[..., sinks:], descending=True)], axis=-1)
 
 
+wrong = partial(changed, reference.select_rows)
 CHECKS = [check_select]
 BROKEN = {
     check_select: [
-        select_of_equals_in_any_order,
-        select_of_one_row_too_many,
-        select_for_all_batch_rows,
-        select_with_sinks_on_top,
+        wrong(
+            "of_equals_in_any_order",
+            scores=lambda a: a.scores + 1e-5 * jax.lax.broadcasted_iota(jnp.float32, a.scores.shape, 3),
+        ),
+        wrong("of_one_row_too_many", room=lambda a: a.room + 1),
+        wrong("for_all_batch_rows", kept=None, active=None),
+        wrong("with_sinks_on_top", room=lambda a: a.room + a.sinks),
         select_of_scattered_rows,
-    ],
+    ]
 }

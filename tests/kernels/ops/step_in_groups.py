@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.quantised import CODES, Quantised, dequantised, quantise
 from clusterkv_jax.kernels.step_in_groups import pallas_gpu, reference
-from tests.kernels.base import F32, compiled, drawn, near, poisoned, tolerance
+from tests.kernels.base import F32, changed, compiled, drawn, near, poisoned, tolerance
 from tests.kernels.ops.biased_attention import CODED, attention_oracle
 
 BACKENDS = {
@@ -195,12 +195,6 @@ def check_paged_step(implementation, *, examples=4, power=1.0):
     drawn(check, examples, st.integers(0, 2**16), st.sampled_from([1.0, 0.5]), held)
 
 
-def with_the_slots_of_the_next_head(*operands, **options):
-    """A head's pages begin one page late."""
-    *others, first = operands
-    return reference.step_in_groups(*others, first.at[:, 1:].add(1), **options)
-
-
 def with_heads_in_the_groups_order(*operands, heads, **options):
     """The first group takes the model's first heads."""
     counts = np.cumsum([0, *map(len, heads)]).tolist()
@@ -217,32 +211,8 @@ def without_the_new_row(q, keys, values, position, real, scores, buffers, length
     return *before[:2], *after[2:]
 
 
-def with_padding_that_enters(q, keys, values, position, real, *others, **options):
-    return reference.step_in_groups(q, keys, values, position, jnp.ones_like(real), *others, **options)
-
-
-def with_the_scores_of_the_first_head(q, keys, values, position, real, scores, *others, **options):
-    scores = jnp.broadcast_to(scores[:, :1], scores.shape)
-    return reference.step_in_groups(q, keys, values, position, real, scores, *others, **options)
-
-
 def check_paged_step_of_tempered_degrees(implementation, *, examples=2):
     check_paged_step(implementation, examples=examples, power=0.5)
-
-
-def without_tempering(*operands, degree_power, **options):
-    del degree_power
-    return reference.step_in_groups(*operands, **options)
-
-
-def without_soft_cap(*operands, heads, soft_cap):
-    del soft_cap
-    return reference.step_in_groups(*operands, heads=heads)
-
-
-def with_keys_for_values(q, keys, values, *others, **options):
-    del values
-    return reference.step_in_groups(q, keys, keys, *others, **options)
 
 
 def with_one_scale(q, keys, values, *others, **options):
@@ -250,6 +220,7 @@ def with_one_scale(q, keys, values, *others, **options):
     return reference.step_in_groups(q, keys, values, *others, **options)
 
 
+wrong = partial(changed, reference.step_in_groups)
 CHECKS = [
     check_step,
     check_capped_step,
@@ -262,14 +233,14 @@ BROKEN = {
     check_step: [
         with_heads_in_the_groups_order,
         without_the_new_row,
-        with_padding_that_enters,
-        with_the_scores_of_the_first_head,
+        wrong("with_padding_that_enters", real=lambda a: jnp.ones_like(a.real)),
+        wrong("with_the_scores_of_the_first_head", new_scores=lambda a: a.new_scores[:, :1] + 0 * a.new_scores),
     ],
-    check_capped_step: [without_soft_cap],
-    check_step_of_tempered_degrees: [without_tempering],
-    check_coded_step: [with_keys_for_values, with_one_scale],
-    check_paged_step: [with_the_slots_of_the_next_head],
-    check_paged_step_of_tempered_degrees: [without_tempering],
+    check_capped_step: [wrong("without_soft_cap", soft_cap=None)],
+    check_step_of_tempered_degrees: [wrong("without_tempering", degree_power=1.0)],
+    check_coded_step: [wrong("with_keys_for_values", new_values=lambda a: a.new_keys), with_one_scale],
+    check_paged_step: [wrong("with_the_slots_of_the_next_head", first=lambda a: a.first.at[:, 1:].add(1))],
+    check_paged_step_of_tempered_degrees: [wrong("without_tempering", degree_power=1.0)],
 }
 
 

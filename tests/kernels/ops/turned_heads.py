@@ -8,7 +8,7 @@ import pytest
 from jax.test_util import check_grads
 
 from clusterkv_jax.kernels.turned_heads import pallas_gpu, reference
-from tests.kernels.base import compiled, near, normal, tolerance
+from tests.kernels.base import changed, compiled, near, normal, tolerance
 
 BACKENDS = {"xla": reference.turned_heads, "gpu": partial(pallas_gpu.turned_heads, interpret=True)}
 
@@ -38,20 +38,15 @@ def check_heads(implementation, *, examples=3):
                     near(result, np.concatenate([turned.real, turned.imag], -1), tolerance(shape[-1]), axes=2)
 
 
-def heads_with_one_scale(q, k, q_scale, k_scale, *angles, **options):
-    return reference.turned_heads(q, k, q_scale, q_scale, *angles, **options)
-
-
-def heads_turned_back(q, k, q_scale, k_scale, cos, sin, **options):
-    return reference.turned_heads(q, k, q_scale, k_scale, cos, -sin, **options)
-
-
-def heads_without_eps(*args, eps, offset):
-    return reference.turned_heads(*args, eps=0.0, offset=offset)
-
-
+wrong = partial(changed, reference.turned_heads)
 CHECKS = [check_heads]
-BROKEN = {check_heads: [heads_with_one_scale, heads_turned_back, heads_without_eps]}
+BROKEN = {
+    check_heads: [
+        wrong("with_one_scale", k_scale=lambda a: a.q_scale),
+        wrong("turned_back", sin=lambda a: -a.sin),
+        wrong("without_eps", eps=0.0),
+    ]
+}
 
 
 @pytest.mark.parametrize("op", BACKENDS.values(), ids=BACKENDS)
