@@ -153,7 +153,7 @@ class OutputStream:
     """
 
     def __init__(self, cancel: Callable[[], None], request: Request) -> None:
-        self.request, self.cancel, self._left = request, cancel, request.params.n
+        self.request, self._cancel, self._left = request, cancel, request.params.n
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -162,6 +162,11 @@ class OutputStream:
         else:
             self._queue = asyncio.Queue()
             self._pass_on = partial(loop.call_soon_threadsafe, self._queue.put_nowait)
+
+    def cancel(self) -> None:
+        """End the request; one whose answers have all been taken does not wake the engine's thread for that."""
+        if self._left:
+            self._cancel()
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Pass on an output, from the thread that owns the engine."""

@@ -175,8 +175,7 @@ async def _chunks(server: Server, running: Running, options: StreamOptions, tool
                 tokens += len(output.token_ids)
                 usage = usage_of(running, tokens) if options.continuous_usage_stats else None
                 index, reason = output.index, FINISH_REASONS[output.finish_reason]
-                if index not in texts:
-                    yield event(chunk([Delta(index, Answer("assistant", ""))], None))
+                begun = b"" if index in texts else event(chunk([Delta(index, Answer("assistant", ""))], None))
                 texts[index], before = texts.get(index, "") + output.text, said.get(index, "")
                 text, calls = texts[index], []
                 if tools:
@@ -187,7 +186,9 @@ async def _chunks(server: Server, running: Running, options: StreamOptions, tool
                 reason = "tool_calls" if calls else reason
                 logprobs = of_chat(server.model.tokenizer, output.logprobs)
                 if delta.content or called or reason or logprobs:
-                    yield event(chunk([Delta(index, delta, reason, logprobs)], usage))
+                    begun += event(chunk([Delta(index, delta, reason, logprobs)], usage))
+                if begun:  # one write wakes the client once
+                    yield begun
         if options.include_usage:
             yield event(chunk([], usage_of(running, tokens)))
     except Exception as error:

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from clusterkv_jax.benchmark.grid import GridRequest
 from clusterkv_jax.benchmark.own_runner import the_model
 from clusterkv_jax.engine import SamplingParams
 from clusterkv_jax.serve import Server, Settings, bound, make_server, uvicorn_server, warm_up
+from clusterkv_jax.serve.prompts import ChatPrompt, of_conversation
 
 NAME, CHAT = "model", "/v1/chat/completions"
 ROLES = ("<user>", "<assistant>")
@@ -53,7 +55,7 @@ QUESTION, QUESTIONS = 16, 8  # tokens of a question to a cached context, and how
 # Stages before the first token of a question.
 UNTIL_FIRST = ("template and tokens", "context read", "context held", "into its slot", "question", "first token")
 GRACE = 20  # seconds after which a part that does not end says where each of its threads is
-LONG, ROUNDS, EACH = 65, 5, 4  # tokens of a long answer, rounds of `overhead`, requests of a round
+LONG, ROUNDS, EACH = 65, 12, 8  # tokens of a long answer, rounds of `overhead`, requests of a round
 
 
 @dataclass(frozen=True)
@@ -174,30 +176,29 @@ def compact(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
 
 
 def overhead(model: ckv.Model, options: argparse.Namespace) -> Iterator[str]:
-    """Streams of one token and of many, one after the other, over HTTP and in the engine by turns."""
+    """Streams of one token and of many, one after the other, over HTTP and in the engine by turns. What is added is the
+    median of the rounds' differences: another program slows both sides of a round.
+    """
     draw = np.random.default_rng(options.seed)
     room = {"max_tokens": 512, "reserve": 2 * LONG}
-    sides, sizes = ("HTTP", "engine"), (1, LONG)
-    taken: dict[Any, list[float]] = {(side, new, kind): [] for side in sides for new in sizes for kind in ("s", "CPU")}
+    rounds = []  # of each: seconds and CPU seconds of a request, by its new tokens and its side
     with serving(model, options, slots=2, **room) as (server, port):
-        for number in range(1 + ROUNDS):
-            for side, new in itertools.product(sides, sizes):
+        for _ in range(1 + ROUNDS):
+            rounds.append(np.zeros((2, 2, 2)))
+            for (i, new), (j, side) in itertools.product(enumerate((1, LONG)), enumerate(("HTTP", "engine"))):
                 asks = [Ask(words(draw, model, 32), new) for _ in range(EACH)]  # none is in the store
                 before = time.process_time()
                 if side == "HTTP":
                     answers = over_http(port, [ask.as_json() for ask in asks])
                 else:
                     answers = asyncio.run(directly(server, asks))
-                if number:
-                    taken[side, new, "CPU"].append((time.process_time() - before) / EACH)
-                    taken[side, new, "s"] += [answer["done"] - answer["sent"] for answer in answers]
-    yield "| | HTTP | engine | added | HTTP, CPU | engine, CPU | added |\n|---|---|---|---|---|---|---|"
-    median = {key: statistics.median(seconds) for key, seconds in taken.items()}
-    first = [median[side, 1, kind] for kind in ("s", "CPU") for side in sides]
-    each = [(median[side, LONG, kind] - median[side, 1, kind]) / (LONG - 1) for kind in ("s", "CPU") for side in sides]
-    for name, values in (("a request of one token", first), ("each further token", each)):
-        pairs = values[:2], values[2:]
-        yield row(name, *(in_ms(x) for pair in pairs for x in (*pair, pair[0] - pair[1])))
+                took = statistics.median(answer["done"] - answer["sent"] for answer in answers)
+                rounds[-1][i, j] = took, (time.process_time() - before) / EACH
+    one, many = np.moveaxis(np.stack(rounds[1:]), 1, 0)  # the first compiles
+    yield table(("", "HTTP", "engine", "added", "HTTP, CPU", "engine, CPU", "added"))
+    for name, seconds in (("a request of one token", one), ("each further token", (many - one) / (LONG - 1))):
+        shown = np.median([*np.moveaxis(seconds, 1, 0), seconds[:, 0] - seconds[:, 1]], axis=1)
+        yield row(name, *map(in_ms, shown.T.flat))
 
 
 # --- the server and its clients ---
@@ -232,21 +233,27 @@ def over_http(port: int, asks: Sequence[dict[str, Any]], limit: float = 1e6) -> 
 
 
 async def directly(server: Server, asks: Sequence[Ask], limit: float = 1e6) -> list[dict[str, Any]]:
-    """The same streams in the engine, without HTTP."""
-    begin, encode = time.perf_counter(), server.model.tokenizer
-    prompts = [encode(f"<user> {ask.text} <assistant>", add_special_tokens=False)["input_ids"] for ask in asks]
+    """The same streams in the engine, without HTTP. It gets the tokens that the server makes, and its prompts and
+    answers are left as contexts too.
+    """
+    begin = time.perf_counter()
+    said = [ChatPrompt([{"role": "user", "content": ask.text}]) for ask in asks]
+    prompts = [of_conversation(server.model, each).tokens for each in said]
+    left = deque[Any](maxlen=server.settings.shared_contexts)  # what the server's store would hold
 
     async def one(ask: Ask, prompt: list[int]) -> dict[str, Any]:
         if ask.at is not None:
             await asyncio.sleep(begin + ask.at - time.perf_counter())
         sent = time.perf_counter()
         params = SamplingParams(max_tokens=ask.new_tokens, ignore_eos=True)
-        request = server.engine.request(prompt, params=params, stream=True)
+        request = server.engine.request(prompt, params=params, stream=True, keep=True)
+        request = replace(request, keep_prompt=True)
         told: dict[str, Any] = {"sent": sent, "times": []}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(begin + limit - sent):
-                async for _ in server.served.submit(request):
+                async for output in server.served.submit(request):
                     told["times"].append(time.perf_counter())
+                    left.extend(context for context in (output.prompt_context, output.context) if context is not None)
             told["reply"] = None
         return told | {"done": time.perf_counter()}
 

@@ -49,6 +49,17 @@ def test_threads_hear_what_is_said_alone(served):
     assert all(reasons == {0: "length"} for _, reasons in heard.values())
 
 
+def test_a_stream_that_has_ended_wakes_nobody(served, monkeypatch):
+    cancelled = []
+    monkeypatch.setattr(served.engine, "cancel", cancelled.append)
+    ended, left = (served.submit(served.engine.request(prompt(seed, 20), params=EIGHT)) for seed in range(2))
+    assert said(ended)[1] == {0: "length"}
+    ended.cancel()
+    left.cancel()
+    served.call(lambda engine: None).result()
+    assert cancelled == [left.request.request_id]
+
+
 def test_asyncio_hears_streams_side_by_side(served):
     async def ask(seed):
         request = served.engine.request(prompt(seed, 25), params=SamplingParams(max_tokens=8, seed=seed), stream=True)
