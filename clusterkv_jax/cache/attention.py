@@ -11,9 +11,10 @@ from clusterkv_jax.cache import pages
 from clusterkv_jax.cache.layers import Layer, LayerCache, PagedHeads, WindowCache, group_heads, groups
 from clusterkv_jax.kernels.biased_attention import biased_attention
 from clusterkv_jax.kernels.degrees import raised
+from clusterkv_jax.kernels.paged_attention import paged_attention
 from clusterkv_jax.kernels.soft_cap import capped
 from clusterkv_jax.runtime.checks import check_queries
-from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision
+from clusterkv_jax.runtime.dispatch import matmul_operands, matmul_precision, traits
 from clusterkv_jax.runtime.errors import is_number, shown
 from clusterkv_jax.runtime.settings import own_settings
 from clusterkv_jax.runtime.sharding import (
@@ -21,6 +22,7 @@ from clusterkv_jax.runtime.sharding import (
     HEAD_AXES,
     PAGE_AXES,
     ambient_mesh,
+    on_one_device,
     partition,
     slot_axes,
     slots_before,
@@ -130,7 +132,12 @@ def join_heads(pieces: Sequence[Float[Array, "B T _ ..."]], heads: tuple[tuple[i
 def _attend_pages(
     q: Float[Array, "B T H D"], layer: PagedHeads, soft_cap: float | None, degree_power: float
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Every page is asked by its head's queries, and a head's pages are combined by their log-sum-exps."""
+    """Every page is asked by its head's queries, and a head's pages are combined by their log-sum-exps. A GPU reads a
+    head's pages as one row of slots: 64 queries would have 16 numbers for each that the pages hold.
+    """
+    if traits().host_driven and on_one_device():
+        held = layer.keys, layer.values, layer.degree, layer.length, layer.first
+        return paged_attention(q, *held, soft_cap=soft_cap, degree_power=degree_power)
     batch, tokens, _, dim = q.shape
     kv_heads, owner = layer.length.shape[1], pages.owners(layer)
 

@@ -44,7 +44,7 @@ def biased_attention(
     `sizes` go before what was measured on this device (`kernels.tuning`) and what is computed where nothing was: slots
     of a block and of a split (`span`), warps of a program, and `stages`, blocks on their way at once.
     """
-    _check(q, keys, values)
+    check_rows("biased_attention", q, keys, values)
     batch, tokens, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
     queries = tokens * heads // kv_heads
@@ -106,20 +106,18 @@ def biased_attention(
     return result[0] if len(result) == 1 else tuple(result)
 
 
-def _check(q, keys, values):
+def check_rows(op, q, keys, values):
     """Raise NotImplementedError for what the kernels do not take."""
-    check_dtypes("biased_attention", q, *(x for x in (keys, values) if not isinstance(x, Quantised)))
-    dim, slots = q.shape[3], keys.shape[2]
-    if q.size == 0 or slots == 0:
-        raise NotImplementedError("The GPU kernel of biased_attention needs queries and slots.")
+    check_dtypes(op, q, *(x for x in (keys, values) if not isinstance(x, Quantised)))
+    dim = q.shape[3]
+    if q.size == 0 or as_array(keys).size == 0:
+        raise NotImplementedError(f"The GPU kernel of {op} needs queries and slots.")
     if power_of_two(dim) > 256:
-        raise NotImplementedError(f"The GPU kernel of biased_attention takes D up to 256, got {dim}.")
+        raise NotImplementedError(f"The GPU kernel of {op} takes D up to 256, got {dim}.")
     if isinstance(keys, Quantised):
         if as_array(keys).shape[3] % 2:
-            raise NotImplementedError(
-                f"The GPU kernel of biased_attention reads codes in words of two bytes, got D {dim}."
-            )
-        check_codes("biased_attention", kind(keys))
+            raise NotImplementedError(f"The GPU kernel of {op} reads codes in words of two bytes, got D {dim}.")
+        check_codes(op, kind(keys))
 
 
 def _sizes(stored, programs, tile, many):

@@ -194,7 +194,7 @@ def _attend(
     if page is not None:
         (group,), (length,) = buffers, lengths
         all_slots = group[2].shape[2]
-        head, split, begin, slots = _split_of(program, firsts, row, all_slots, page, span, kv_heads)
+        head, split, begin, slots = split_of(program, firsts, row, all_slots, page, span, kv_heads)
 
         @pl.when(split * span < slots)
         def _():
@@ -216,13 +216,13 @@ def _attend(
         first += count * len(mine)
 
 
-def _split_of(program, firsts, row, all_slots, page, span, kv_heads):
+def split_of(program, firsts, row, all_slots, page, span, kv_heads):
     """Whose split a program reads of heads in pages, which one, and where the head's slots begin and how many it has.
 
     A head without slots has one split, too. A program beyond the last gets one that its head does not have.
     """
     head = arange(power_of_two(kv_heads))
-    begin, slots = _slots_of(firsts, row, head, all_slots, page, kv_heads)
+    begin, slots = slots_of(firsts, row, head, all_slots, page, kv_heads)
     count = jnp.maximum(jax.lax.div(slots + jnp.int32(span - 1), jnp.int32(span)), 1)
     count = jnp.where(head < kv_heads, count, 0)
     earlier = head[None, :] < head[:, None]
@@ -235,7 +235,7 @@ def _split_of(program, firsts, row, all_slots, page, span, kv_heads):
     return place, program - of_place(before), of_place(begin), of_place(slots)
 
 
-def _slots_of(firsts, row, head, all_slots, page, kv_heads):
+def slots_of(firsts, row, head, all_slots, page, kv_heads):
     """Where the slots of heads begin, and how many each has."""
     pages = all_slots // page
     first = plgpu.load(firsts.at[row, head], mask=head < kv_heads, other=pages)
@@ -250,7 +250,7 @@ def _combine(parts, lses, ends, firsts, old, out, lse, lengths, *, heads, splits
     end = ends[row, head]
     filled = pl.cdiv(end, span)  # a token without a slot may count as one more
     if page is not None:
-        _, slots = _slots_of(firsts, row, head + arange(1), all_slots, page, kv_heads)
+        _, slots = slots_of(firsts, row, head + arange(1), all_slots, page, kv_heads)
         filled = jnp.minimum(filled, pl.cdiv(jnp.max(slots), span))
     for mine, count, length in zip(heads, splits, lengths, strict=True):
         place = jnp.int32(-1)

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
-from clusterkv_jax.cache import layers, pages
+from clusterkv_jax.cache import attention, layers, pages
 from clusterkv_jax.cache.attention import attend_cache
 from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import RequestShape
+from clusterkv_jax.runtime.dispatch import Traits
 from tests.support.tiny import VOCAB, prompt, tiny
 
 HEADS, TOKENS, MEAN, DIM, PAGE, ROOM = 4, 60, 20, 8, 4, 5
@@ -82,6 +83,21 @@ def test_pages_hold_what_heads_hold_and_attention_is_the_same(seed):
     paged = pages.reassign(paged, fewer)
     assert_same(pages.from_pages(paged, TOKENS + ROOM), again)
     assert_same(attend_cache(paged, query), attend_cache(again, query), 1e-5)
+
+
+def test_a_device_that_the_host_drives_reads_heads_and_not_pages(monkeypatch):
+    """By an op of its own, whose kernel has its own tests."""
+    rng = np.random.default_rng(2)
+    prompt, keep = spread(rng)
+    paged = pages.to_pages(prompt, keep, MEAN + ROOM, PAGE)
+    query = normal(rng, 2, 3, 2 * HEADS, DIM)
+    expected = attend_cache(paged, query, 0.7, 0.5)
+    called = []
+    monkeypatch.setattr(attention, "traits", lambda: Traits(host_driven=True))
+    op = attention.paged_attention
+    monkeypatch.setattr(attention, "paged_attention", lambda *args, **how: called.append(1) or op(*args, **how))
+    assert_same(attend_cache(paged, query, 0.7, 0.5), expected, 1e-5)
+    assert called
 
 
 def test_a_head_without_rows_gives_zeros_and_empty_slots_may_hold_anything():

@@ -7,7 +7,9 @@ import re
 def launches(program: str) -> int:
     """Kernels and copies of a decode step: of the computation that attends."""
     computations = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", program)
-    steps = [text for text in computations if re.search("(biased_attention|step_in_groups)_attend", text)]
+    steps = [
+        text for text in computations if re.search("(biased_attention|paged_attention|step_in_groups)_attend", text)
+    ]
     return sum(len(re.findall(r" (?:fusion|custom-call|copy)\(", text)) for text in steps)
 
 

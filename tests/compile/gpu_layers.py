@@ -11,14 +11,15 @@ from described import BATCH, BF16, DIM, F32, HEADS, I32, LLAMA, PROMPT, RECALLED
 import clusterkv_jax as ckv
 from clusterkv_jax.blocks.experts import mixture
 from clusterkv_jax.cache.host_store import place
-from clusterkv_jax.cache.kinds import with_groups
-from clusterkv_jax.cache.layers import LayerCache, groups, take_sequences
+from clusterkv_jax.cache.kinds import alike, with_groups
+from clusterkv_jax.cache.layers import groups, take_sequences
 from clusterkv_jax.checkpoints.in_codes import code_shapes, kind_of
 from clusterkv_jax.decoding import DecodeState, decode_loop
 from clusterkv_jax.decoding.appending import step_one_layer
+from clusterkv_jax.engine.slot_programs import slot_plans, template
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights
 from clusterkv_jax.methods.driver import LayerPrompt, compress_layer
-from clusterkv_jax.methods.plan import planned_layer, plans_of_width
+from clusterkv_jax.methods.plan import inputs_of_layer, planned_layer, plans_of_width
 from clusterkv_jax.methods.prefill_compression import Workspace, _compress_layers, put_into
 from clusterkv_jax.models.config import ClampedSwiglu, Experts
 from clusterkv_jax.models.decoder import attention_in
@@ -91,21 +92,30 @@ def prompts(array):
 
 def questions(array):
     """Of 64 tokens, through a layer of two slots, of which an engine asks both at once."""
-    method, inputs = ckv.OrbitKV(SHARE), frozenset({"scores"})
-    _, plans = plans_of_width(LLAMA, method, BF16, PROMPT, reserve=384, step_tokens=64, max_new_tokens=384)
-    slots = plans(0).groups[0].capacity
+    return {
+        "question": question_to(array, ckv.OrbitKV(SHARE)),
+        "question of unequal heads": question_to(array, ckv.OrbitKV(replace(SHARE, shares=SHARES))),
+    }
 
-    def through(weights, layer, state, hidden, positions, real):
-        return step_one_layer(weights, LLAMA.of_layer(0), method, inputs, layer, state, hidden, None, positions, real)
 
-    of_slots = (2, HEADS, slots)
-    rows, number = array((*of_slots, DIM), BF16), array(of_slots, F32)
-    layer = LayerCache(rows, rows, number, array((2, HEADS), I32), array(of_slots, I32))
-    state = {"scores": number} | dict.fromkeys(("budget", "due"), array((2,), I32)) | {"share": array((2,), F32)}
-    weights = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(LLAMA)["layers"][0])
-    weights = weights | {"surrogate": surrogate_of(array, LLAMA)}
-    tokens = array((2, 64, LLAMA.hidden_size), BF16), array((2, 64), I32), array((2, 64), bool)
-    return {"question": (through, (weights, layer, (state,), *tokens), (1, 2))}
+def question_to(array, method):
+    """A layer of it, as if its heads might have all slots of the layer."""
+    config, slots = replace(LLAMA, num_layers=2), 2
+    counts = {"reserve": 384, "step_tokens": 64}
+    request, _ = plans_of_width(config, method, BF16, PROMPT, max_new_tokens=384, **counts)
+    surrogate = {"surrogate": surrogate_of(array, config)}
+    params = jax.tree.map(lambda spec: array(spec.shape, BF16), abstract(config))
+    params = params | {"layers": tuple(layer | surrogate for layer in params["layers"])}
+    cache, _ = template(params, config, method, slot_plans(config, method, request), PROMPT, **counts)
+    held = alike(cache.layers[0], shape_alone=True), cache.state[0]
+    layer, state = jax.tree.map(lambda x: array((slots, *x.shape[1:]), x.dtype), held)
+
+    def through(weights, layer, state, *tokens):
+        inputs = inputs_of_layer(config, method, 0)
+        return step_one_layer(weights, config.of_layer(0), method, inputs, layer, state, tokens[0], None, *tokens[1:])
+
+    tokens = array((slots, 64, config.hidden_size), BF16), array((slots, 64), I32), array((slots, 64), bool)
+    return through, (params["layers"][0], layer, state, *tokens), (1, 2)
 
 
 def random_key(array):

@@ -54,6 +54,14 @@ def test_a_question_leaves_the_cache_where_it_lies(programs):
     assert program["copied"] <= 2 * 64 * 4096  # no more than hidden states
 
 
+def test_queries_of_a_question_meet_no_page_of_another_head(programs):
+    """A head's pages are one row of slots: for each of them alone the queries would have outputs of a gigabyte."""
+    program = programs["question of unequal heads"]
+    assert {"paged_attention_attend", "paged_attention_combine"} <= set(program["names"])
+    assert program["temporary"] < 5 * program["alias"]
+    assert program["launches"] <= programs["question"]["launches"] + 4
+
+
 def test_layers_are_not_fused_into_each_other(programs):
     """Two are here. Of 32, launches that had results of many layers compiled for a minute."""
     assert programs["decode by scores"]["results"] <= 4
