@@ -79,6 +79,12 @@ def pytest_configure(config):
         jaxtyping.install_import_hook("clusterkv_jax", f"{typechecker.__name__}.check")
 
 
+def pytest_unconfigure():
+    """Pytest now looks ten times for files that nobody closed: millions of objects are gone through once."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_programs():
     """Compiled programs take memory mappings, of which Linux grants a process some 65,000: the whole suite's would not

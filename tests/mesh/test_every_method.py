@@ -190,9 +190,9 @@ def test_slots_lie_on_the_devices_that_heads_leave():
 
 def test_scores_lie_where_their_rows_lie():
     """After the prompt, and after steps that bring the cache back to its budget."""
-    model, method = model_on("model=8", kv_heads=2), dataclasses.replace(ORBIT, interval=4)
+    model, method = model_on("model=8", 2, layers=1), dataclasses.replace(ORBIT, interval=4)
     many = answers(model, method)
-    assert many.tokens == answers(untied(taught(kv_heads=2)), method).tokens
+    assert many.tokens == answers(untied(taught(2, 1)), method).tokens
     cache = read(model, method)
     with on_mesh(model.mesh, model.config.num_kv_heads):
         state = DecodeState(cache, jnp.zeros(2, jnp.int32), jnp.zeros(2, bool))
@@ -207,10 +207,10 @@ def test_scores_lie_where_their_rows_lie():
 
 def test_heads_of_their_own_budgets_share_every_device():
     """A group of one head leaves all devices but one; its slots lie on all of them."""
-    budget = ckv.Budget(ratio=0.5, shares=((1.5, 0.5), (0.5, 1.5)))
+    budget = ckv.Budget(ratio=0.5, shares=((1.5, 0.5),))
     method = ckv.GravityKV(budget, sinks=2, recent=4, chunk=16, interval=4)
-    model = model_on("model=8", kv_heads=2)
-    alone, many = (answers(each, method) for each in (untied(taught(kv_heads=2)), model))
+    model = model_on("model=8", 2, layers=1)
+    alone, many = (answers(each, method) for each in (untied(taught(2, 1)), model))
     assert many.tokens == alone.tokens
     leaves = jax.tree.leaves(read(model, method).layers)
     held = [x.addressable_shards[0].data.nbytes / x.nbytes for x in leaves if x.ndim == 4]

@@ -112,7 +112,8 @@ def test_a_killed_process_whose_results_are_in_a_bucket(tmp_path, unbroken):
     assert [session.get("answers", EXAMPLES) < EXAMPLES for session in sessions] == [False, True]
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "model=2"])
+# A replica for each process is what the pod of `test_pods.py` has.
+@pytest.mark.parametrize("mesh", [often("data=2"), "model=2"])
 def test_two_processes_answer_as_one(model, alone, tmp_path, mesh):
     cache = Path(jax.config.jax_compilation_cache_dir)
     options = ["--model", model, "--mesh", mesh, "--peer-timeout", 60, "--cache-folder", cache, "--distributed"]
