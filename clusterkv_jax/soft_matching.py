@@ -73,11 +73,7 @@ def merge_round(
 
 
 def cluster(
-    layer: LayerCache,
-    budget: Int[Array, " B"],
-    rounds: Int[Array, " B"],
-    schedule: np.ndarray,
-    **options: Any,
+    layer: LayerCache, budget: Int[Array, " B"], rounds: Int[Array, " B"], schedule: np.ndarray, **options: Any
 ) -> tuple[LayerCache, Int[Array, " B"]]:
     """`cluster_in_place`, with the rows moved to the front: the layer with its budget met, and the rounds done."""
     layer, left, rounds = cluster_in_place(layer, budget, rounds, schedule, **options)

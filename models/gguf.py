@@ -130,10 +130,7 @@ class _Tokens(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
 
 
 def published(
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    factors: Mapping[str, list[float]],
-    where: str,
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, list[float]], where: str
 ) -> dict[str, Any]:
     """The configuration of a file of these tensors as Hugging Face publishes it; errors call the file `where`.
 

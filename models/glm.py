@@ -135,9 +135,7 @@ def from_hf(published: dict[str, Any], where: str = "config.json") -> ModelConfi
         file.eos_token_id = UNSET
     fields = decoder(file)
     return ModelConfig(
-        **fields,
-        rope=rope(file, fields["head_dim"], fraction=0.5, interleaved=True),
-        qkv_bias=file.attention_bias,
+        **fields, rope=rope(file, fields["head_dim"], fraction=0.5, interleaved=True), qkv_bias=file.attention_bias
     )
 
 

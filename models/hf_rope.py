@@ -6,14 +6,7 @@ from typing import Any, TypeVar
 
 from msgspec import UNSET, structs
 
-from clusterkv_jax.models.config import (
-    LinearScaling,
-    Llama3Scaling,
-    LongScaling,
-    Rope,
-    Scaling,
-    YarnScaling,
-)
+from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
 from clusterkv_jax.models.hf_fields import MOST_POSITIONS, Decoder, RopeParameters, RopesByLayer, refuse
 from clusterkv_jax.storage.schema import shown
 

@@ -68,7 +68,7 @@ class Multimodal(WithImages, kw_only=True):
     """The fields of transformers' Mistral3Config; what is of images is not read."""
 
     without_effect = WithImages.without_effect | {
-        *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"),
+        *("projector_hidden_act", "vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size")
     }
 
     tie_word_embeddings: bool | None = True

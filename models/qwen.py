@@ -100,7 +100,7 @@ class ImageFile(Multimodal, kw_only=True):
     """The fields of transformers' Qwen2_5_VLConfig and Qwen3VLConfig; what is of images is not read."""
 
     without_effect = Multimodal.without_effect | {
-        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     }
 
 

@@ -19,11 +19,7 @@ LAST = {"attention": ("o", "heads"), "mlp": ("down", "mlp")}
 
 
 def add_output(
-    layer: dict[str, Any],
-    block: str,
-    config: ModelConfig,
-    hidden: Float[Array, "B T M"],
-    x: Float[Array, "B T *inner"],
+    layer: dict[str, Any], block: str, config: ModelConfig, hidden: Float[Array, "B T M"], x: Float[Array, "B T *inner"]
 ) -> Float[Array, "B T M"]:
     """Hidden states and what a block, "attention" or "mlp", adds to them: its last product, bias, norm and scale."""
     name, split = LAST[block]

@@ -25,13 +25,7 @@ from clusterkv_jax.storage.digests import whole
 from clusterkv_jax.storage.schema import AnyPath
 from clusterkv_jax.storage.weight_files import FILE_TYPES, CheckpointError, TensorEntry
 
-_KINDS: dict[str, WeightKind] = {
-    "e4m3": "fp8",
-    "int8": "int8",
-    "offset8": "int8",
-    "offset4": "int4",
-    "e2m1": "mxfp4",
-}
+_KINDS: dict[str, WeightKind] = {"e4m3": "fp8", "int8": "int8", "offset8": "int8", "offset4": "int4", "e2m1": "mxfp4"}
 # Scales of what is no weight: activations and caches are not quantised here.
 _UNUSED = re.compile(r"(^|\.)(input|output|q|k|v)_(scale|zero_point)$")
 

@@ -13,13 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clusterkv_jax.cli.options import CompilationCache, ModelArgument, ModelOption, one_model
-from clusterkv_jax.cli.terminal import (
-    can_draw,
-    one_sentence_errors,
-    plain_console,
-    progress_bar,
-    use_compilation_cache,
-)
+from clusterkv_jax.cli.terminal import can_draw, one_sentence_errors, plain_console, progress_bar, use_compilation_cache
 
 EXAMPLES = """[bold]What for[/bold]
 
@@ -76,8 +70,7 @@ def calibrate(
     ] = Path("calibration.safetensors"),
     plot: Annotated[bool, typer.Option(help="Draw the map of layers and heads (needs matplotlib).")] = True,
     push: Annotated[
-        str | None,
-        typer.Option(help="Also upload the file to this hub id, made if need be.", show_default="none"),
+        str | None, typer.Option(help="Also upload the file to this hub id, made if need be.", show_default="none")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="4 pieces of 2,048 tokens: an eighth of the time, less precise.")

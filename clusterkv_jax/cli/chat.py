@@ -74,8 +74,7 @@ def chat(
     cache_dtype: Annotated[str | None, cache_dtype_option(rich_help_panel="Cache")] = None,
     calibration: Annotated[str | None, _cache(help=CALIBRATION)] = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option(help="Most tokens of all turns.", min=2, show_default="8,192, or the text and 4,096"),
+        int | None, typer.Option(help="Most tokens of all turns.", min=2, show_default="8,192, or the text and 4,096")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 256,
     sampling: SamplingOf = None,

@@ -33,11 +33,7 @@ def by_class(entries: Sequence[Any]) -> list[Any]:
 
 
 def check_prompts(
-    model: Any,
-    prompts: Sequence[Any],
-    methods: Mapping[str, Any],
-    sizes: Mapping[str, Any],
-    keep_short: bool = False,
+    model: Any, prompts: Sequence[Any], methods: Mapping[str, Any], sizes: Mapping[str, Any], keep_short: bool = False
 ) -> None:
     """Raise ValueError for a method that cannot read these prompts; `sizes` are the arguments of `generate`."""
     import numpy as np
@@ -79,11 +75,7 @@ def budgets_of(budgets: list[str] | None, ratio: float | None, tokens: int | Non
 
 
 def chosen(
-    names: tuple[str, ...],
-    budgets: dict[str, Any],
-    calibration: Any,
-    cache_dtype: str | None,
-    meant: Mapping[str, str],
+    names: tuple[str, ...], budgets: dict[str, Any], calibration: Any, cache_dtype: str | None, meant: Mapping[str, str]
 ) -> list[tuple[str, Any]]:
     """The methods by name, each with every budget where it takes one."""
     from clusterkv_jax.presets import called, find_preset, preset

@@ -56,8 +56,7 @@ Seed = Annotated[int, _drawing(help="The same seed draws the same tokens.")]
 
 HELD = "How weights of layers are held: 'stored' (in the codes of files), 'dequantised', 'int8' or 'int4'."
 Weights = Annotated[
-    str | None,
-    typer.Option("--weights", help=HELD, show_default="stored on the CPU, else dequantised"),
+    str | None, typer.Option("--weights", help=HELD, show_default="stored on the CPU, else dequantised")
 ]
 
 MODEL = (

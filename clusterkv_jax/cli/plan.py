@@ -51,8 +51,7 @@ def plan(
     window: Window = 4096,
     chunk: Chunk = 2048,
     mesh: Annotated[
-        str | None,
-        typer.Option(help="Axes of the mesh, such as data=2,model=8.", show_default="by heads and batch"),
+        str | None, typer.Option(help="Axes of the mesh, such as data=2,model=8.", show_default="by heads and batch")
     ] = None,
     weights: Annotated[
         str | None,

@@ -18,8 +18,7 @@ Raw = Annotated[bool, _chat("--raw", help="Read the text as it is, also where th
 InChat = Annotated[bool, _chat("--chat", hidden=True)]
 System = Annotated[str | None, _chat(help="The system's message of the chat, before the text.")]
 TemplateArguments = Annotated[
-    str | None,
-    _chat("--chat-template-kwargs", help="More for the template, in JSON: '{\"enable_thinking\": false}'."),
+    str | None, _chat("--chat-template-kwargs", help="More for the template, in JSON: '{\"enable_thinking\": false}'.")
 ]
 SpecialTokens = Annotated[
     bool, _special(help="Whether names of special tokens in texts, such as <|im_end|>, are those tokens.")

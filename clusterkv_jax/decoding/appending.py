@@ -75,11 +75,7 @@ def next_tokens(
 
 
 def enter(
-    params: Params,
-    config: ModelConfig,
-    position: Int[Array, " B"],
-    tokens: Int[Array, "B T"],
-    counts: Int[Array, " B"],
+    params: Params, config: ModelConfig, position: Int[Array, " B"], tokens: Int[Array, "B T"], counts: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T M"], Int[Array, "B T"], Bool[Array, "B T"]]:
     """What the first layer reads of tokens behind `position`, their positions, and which of them are real."""
     width = tokens.shape[1]

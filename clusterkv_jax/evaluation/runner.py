@@ -266,11 +266,7 @@ def _line(asked: _Asked, answer: Response) -> Record:
         points = -sum(answer.logprobs) / len(answer.logprobs)
     else:
         points = score(case.metric, answer.text, case.answers, case.classes)
-    took = {
-        "rows": round(answer.rows, 2),
-        "cache_bytes": answer.cache_bytes,
-        "seconds": round(answer.seconds, 4),
-    }
+    took = {"rows": round(answer.rows, 2), "cache_bytes": answer.cache_bytes, "seconds": round(answer.seconds, 4)}
     line = _claims(asked) | {"output": answer.text, "score": points} | took
     records.check_score(case.metric, points, f"The answer of {_named(_key(line))}")
     return {name: line[name] for name in ResultLine.__annotations__}

@@ -11,13 +11,7 @@ from typing_extensions import override
 
 from clusterkv_jax.cache.layers import StepInputs
 from clusterkv_jax.kernels.ordinals import ordinals
-from clusterkv_jax.learned.expected import (
-    Moments,
-    before_rotation,
-    expected_scores,
-    joined_moments,
-    query_moments,
-)
+from clusterkv_jax.learned.expected import Moments, before_rotation, expected_scores, joined_moments, query_moments
 from clusterkv_jax.methods.base import Input, Rows, State
 from clusterkv_jax.methods.families.eviction import Scoped
 from clusterkv_jax.methods.schedule import Protected

@@ -31,14 +31,7 @@ from clusterkv_jax.planning.plan_types import Measures, MeshLayout, PlanRequest,
 from clusterkv_jax.planning.shapes import model_config
 from clusterkv_jax.planning.topology import Topology, choose_mesh, parse_topology
 from clusterkv_jax.presets import preset
-from clusterkv_jax.runtime.sharding import (
-    check_divides,
-    fitted_mesh,
-    mesh_axes,
-    named_mesh,
-    partition,
-    whole_axes,
-)
+from clusterkv_jax.runtime.sharding import check_divides, fitted_mesh, mesh_axes, named_mesh, partition, whole_axes
 
 # Layers of the two decode programs whose difference is what a layer takes, where a program of all is refused.
 FEW, MORE = 2, 4

@@ -37,10 +37,7 @@ def adamw(steps: int, *, learning_rate: float, warmup: int, weight_decay: float,
     """AdamW with clipping, a warm-up, and a cosine down to zero; nothing of one dimension, such as norms, decays."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, steps)
     rule = optax.adamw(
-        schedule,
-        b2=b2,
-        weight_decay=weight_decay,
-        mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+        schedule, b2=b2, weight_decay=weight_decay, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     )
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 

@@ -13,11 +13,7 @@ BACKENDS = {
 
 
 def accumulated_attention(
-    q: Float[Array, "B H N D"],
-    keys: Float[Array, "B K N D"],
-    lengths: Int[Array, " B"],
-    *,
-    backend: str | None = None,
+    q: Float[Array, "B H N D"], keys: Float[Array, "B K N D"], lengths: Int[Array, " B"], *, backend: str | None = None
 ) -> Float[Array, "B K N"]:
     """Sums over the queries of causal attention's probabilities, softmax(q k / sqrt(D)), mean over query heads.
 

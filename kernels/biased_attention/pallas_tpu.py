@@ -101,10 +101,7 @@ def _call(q, keys, values, bias, ends, block, soft_cap, with_scores, interpret):
 
     cache = (_beside_bias(keys), _beside_bias(values), bias)
     stored = jax.tree.leaves(cache)
-    out_shape = [
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct((batch, kv_heads, rows, 1), jnp.float32),
-    ]
+    out_shape = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, kv_heads, rows, 1), jnp.float32)]
     out_specs = [of_head(rows, dim), of_head(rows, 1)]
     if with_scores:
         out_shape.append(jax.ShapeDtypeStruct((batch, kv_heads, rows, capacity), jnp.float32))

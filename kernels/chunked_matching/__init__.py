@@ -6,11 +6,7 @@ from clusterkv_jax.kernels.chunked_matching import pallas_gpu, pallas_tpu, refer
 from clusterkv_jax.kernels.quantised import StoredRows
 from clusterkv_jax.runtime.dispatch import dispatch
 
-BACKENDS = {
-    "gpu": pallas_gpu.chunked_matching,
-    "tpu": pallas_tpu.chunked_matching,
-    "xla": reference.chunked_matching,
-}
+BACKENDS = {"gpu": pallas_gpu.chunked_matching, "tpu": pallas_tpu.chunked_matching, "xla": reference.chunked_matching}
 
 
 def chunked_matching(

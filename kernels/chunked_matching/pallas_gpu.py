@@ -14,16 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from clusterkv_jax.kernels.gpu import (
-    arange,
-    call,
-    check_dtypes,
-    dot,
-    load_codes,
-    load_rows,
-    load_scales,
-    power_of_two,
-)
+from clusterkv_jax.kernels.gpu import arange, call, check_dtypes, dot, load_codes, load_rows, load_scales, power_of_two
 from clusterkv_jax.kernels.quantised import Quantised, as_array, kind, row_squares
 from clusterkv_jax.kernels.tuning import blocks
 

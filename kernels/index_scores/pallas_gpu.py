@@ -25,11 +25,7 @@ MOST_QUERIES = 16  # of a KV head: each has its own code
 
 
 def index_scores(
-    q: Float[Array, "B K G D"],
-    index: Float[Array, "B K C D"],
-    *,
-    tile: int | None = None,
-    interpret: bool = False,
+    q: Float[Array, "B K G D"], index: Float[Array, "B K C D"], *, tile: int | None = None, interpret: bool = False
 ) -> Float[Array, "B K G C"]:
     """See `clusterkv_jax.kernels.index_scores.index_scores`."""
     batch, heads, entries, dim = index.shape

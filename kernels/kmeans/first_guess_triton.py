@@ -48,14 +48,7 @@ def first_guess(keys, norms, heads_of, tail_norm, end, present, shape, sizes, in
         # The best two so far are only written where another group follows.
         follows = start + held < heads_of.shape[1]
         state = call(
-            partial(
-                _nearest,
-                tile=tile,
-                block=block,
-                start=start,
-                tiles=held // block,
-                turns=sizes["label_turns"],
-            ),
+            partial(_nearest, tile=tile, block=block, start=start, tiles=held // block, turns=sizes["label_turns"]),
             (of_rows,) * (3 if state or follows else 1),
             keys,
             norms,

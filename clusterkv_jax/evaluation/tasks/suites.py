@@ -297,13 +297,7 @@ def _read(
         for length in lengths
         for name, text in texts.items()
         if not tasks or name in tasks
-        for case in cut(
-            name,
-            tuple(encode(tokenizer, text)),
-            options.limit or 8,
-            length,
-            options.seed,
-        )
+        for case in cut(name, tuple(encode(tokenizer, text)), options.limit or 8, length, options.seed)
     ]
 
 
