@@ -22,7 +22,7 @@ from clusterkv_jax.kernels.biased_attention.pallas_gpu import (
     combine_splits,
     split_sizes,
 )
-from clusterkv_jax.kernels.gpu import arange, call, power_of_two
+from clusterkv_jax.kernels.gpu import arange, call, differentiated_by, power_of_two
 from clusterkv_jax.kernels.paged_attention import reference
 from clusterkv_jax.kernels.quantised import Quantised, as_array, in_basis_of_codes, kind
 from clusterkv_jax.kernels.step_in_groups.pallas_gpu import slots_of, split_of
@@ -38,16 +38,14 @@ def paged_attention(
     return _run(options, q, keys, values, degree, length, first)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _definition(options):
+    soft_cap, degree_power, *_ = options
+    return partial(reference.paged_attention, soft_cap=soft_cap, degree_power=degree_power)
+
+
+@differentiated_by(_definition)
 def _run(options, *operands):
     return _attended(*operands, options=options)
-
-
-@_run.defjvp
-def _run_jvp(options, operands, tangents):
-    """A kernel cannot be differentiated, the reference can."""
-    definition = partial(reference.paged_attention, soft_cap=options[0], degree_power=options[1])
-    return _run(options, *operands), jax.jvp(definition, operands, tangents)[1]
 
 
 @in_basis_of_codes

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from clusterkv_jax.kernels.paged_attention import paged_attention, pallas_gpu, reference
 from clusterkv_jax.kernels.quantised import CODES, dequantised, quantise
-from tests.kernels.base import F32, compiled, drawn, near, poisoned, tolerance
+from tests.kernels.base import F32, changed, compiled, drawn, near, poisoned, tolerance
 from tests.kernels.ops.biased_attention import attention_case, attention_oracle
 
 BACKENDS = {
@@ -72,31 +72,15 @@ def check_paged_of(shape, implementation, examples):
     drawn(check, examples, st.integers(0, 2**16), st.sampled_from([0.0, 0.3, 1.0]))
 
 
-def paged_with_the_later_heads_a_page_late(q, keys, values, degree, length, first, **options):
-    first = jnp.minimum(first + (jnp.arange(first.shape[1]) > 0).astype(jnp.int32)[None], keys.shape[1])
-    return reference.paged_attention(q, keys, values, degree, length, first, **options)
-
-
-def paged_from_the_second_page(q, keys, values, degree, length, first, **options):
-    return reference.paged_attention(q, keys, values, degree, length, jnp.minimum(first + 1, keys.shape[1]), **options)
-
-
-def paged_without_degrees(q, keys, values, degree, length, first, **options):
-    return reference.paged_attention(q, keys, values, jnp.sign(degree), length, first, **options)
-
-
-def paged_without_soft_cap(*operands, soft_cap, **options):
-    del soft_cap
-    return reference.paged_attention(*operands, **options)
-
-
+wrong = partial(changed, reference.paged_attention)
 CHECKS = [check_paged]
 BROKEN = {
     check_paged: [
-        paged_with_the_later_heads_a_page_late,
-        paged_from_the_second_page,
-        paged_without_degrees,
-        paged_without_soft_cap,
+        wrong("with_the_last_head_a_page_late", first=lambda a: a.first.at[:, -1].add(1)),
+        wrong("from_the_second_page", first=lambda a: a.first + 1),
+        wrong("without_degrees", degree=lambda a: jnp.sign(a.degree)),
+        wrong("without_soft_cap", soft_cap=None),
+        wrong("without_tempering", degree_power=1.0),
     ],
 }
 
