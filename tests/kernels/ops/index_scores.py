@@ -25,11 +25,12 @@ INDEX_SHAPES = [
 
 
 def check_index_scores(implementation, *, examples=3):
+    run = compiled(implementation)
     for batch, heads, queries, entries, dim, q_dtype, index_dtype in INDEX_SHAPES:
         for seed in range(examples):
             q = np.asarray(normal(seed, batch, heads, queries, dim), q_dtype)
             index = np.asarray(normal(seed + 1, batch, heads, entries, dim), index_dtype)
-            result = compiled(implementation)(q, index)
+            result = run(q, index)
             assert result.dtype == jnp.float32
             expected = np.asarray(q, np.float64) @ np.asarray(index, np.float64).swapaxes(-1, -2)
             near(result, expected, F32, axes=3)

@@ -22,8 +22,8 @@ def operands(seed, tokens, width, dtype):
 
 
 def check_rows(implementation, *, examples=3):
+    run = compiled(partial(implementation, **OPTIONS))
     for tokens, width, dtype in ROW_SHAPES:
-        run = compiled(partial(implementation, **OPTIONS))
         for seed in range(examples):
             x, scale = operands(seed, tokens, width, dtype)
             normed, products = run(x, scale)
@@ -36,10 +36,10 @@ def check_rows(implementation, *, examples=3):
 
 def check_products(implementation, *, examples=2):
     """Of the rows as they are rounded, with weights whose number no block divides; rows are as without them."""
+    run = compiled(partial(implementation, **OPTIONS))
     for tokens, width, dtype in ROW_SHAPES:
         for seed in range(examples):
             weights = jnp.asarray(normal(seed + 30, 11, width), dtype)
-            run = compiled(partial(implementation, **OPTIONS))
             x, scale = operands(seed, tokens, width, dtype)
             normed, products = run(x, scale, weights)
             assert (products.dtype, products.shape) == (jnp.float32, (tokens, 11))

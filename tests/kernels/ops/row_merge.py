@@ -19,9 +19,9 @@ BACKENDS = {
 
 # batch, heads, slots, entries of the list, head dim, chunk, dtype, and of how many (none, keys, both) squares are known
 MERGE_SHAPES = [
+    (1, 2, 60, 55, 24, 20, "int8", 2),
     (2, 2, 160, 149, 20, 32, jnp.float32, 2),
     (1, 2, 70, 70, 64, 64, jnp.bfloat16, 0),
-    (1, 2, 60, 55, 24, 20, "int8", 2),
     (1, 1, 60, 60, 32, 16, "float8_e4m3", 1),
     (1, 2, 50, 44, 16, 16, "int4", 0),
 ]

@@ -24,11 +24,12 @@ def operands(seed, tokens, heads, kv_heads, dim, dtype):
 
 
 def check_heads(implementation, *, examples=3):
+    runs = {offset: compiled(partial(implementation, eps=0.25, offset=offset)) for offset in (0.0, 1.0)}
     for shape in HEAD_SHAPES:
         for seed in range(examples):
-            for offset in (0.0, 1.0):
+            for offset, run in runs.items():
                 args = operands(seed, *shape)
-                results = compiled(partial(implementation, eps=0.25, offset=offset))(*args)
+                results = run(*args)
                 q, k, q_scale, k_scale, cos, sin = (np.asarray(x, np.float64) for x in args)
                 for result, x, scale in zip(results, (q, k), (q_scale, k_scale), strict=True):
                     assert result.dtype == shape[-1]
