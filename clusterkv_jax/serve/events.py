@@ -46,7 +46,8 @@ class _Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with contextlib.aclosing(self._events):
-                await super().__call__(scope, receive, send)
+                with contextlib.suppress(ApiError):  # the client has left
+                    await unless_gone(Request(scope, receive), self.stream_response(send))
         finally:  # events that nobody began to read have not done so
             self._running.stream.cancel()
 
