@@ -17,7 +17,7 @@ tile of bytes are two tiles of g/2 neighbouring inputs: each is multiplied as it
 interleaved. A group never lies on two devices. Experts have a dimension in front.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -25,7 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num, Shaped
 
+from clusterkv_jax.runtime.dispatch import platform
+
 WeightKind = Literal["int8", "int4", "fp8", "mxfp4"]
+_LANES = 128
 PACKED = ("int4", "mxfp4")  # two codes in a byte
 
 
@@ -130,3 +133,24 @@ def dequantised(weights: Any, dtype: Any = jnp.float32) -> Float[Array | np.ndar
     order = (*range(len(experts)), *weights.axes, *weights.outputs)
     moved = numbers.astype(dtype).reshape([weights.shape[i] for i in order])
     return moved.transpose(np.argsort(order))
+
+
+def output_numbers(weights: QuantisedWeights, ids: Int[Array, "*ids"], dtype: Any) -> Float[Array, "*ids inputs"]:
+    """What the codes of these outputs stand for: of a head, the embeddings of tokens."""
+    own = jax.tree.map(lambda x: _columns(x, ids.reshape(-1)), weights)
+    rows = dequantised(replace(own, shape=(ids.size, own.inputs), axes=(1,), names=("outputs", "inputs")), dtype)
+    return jnp.reshape(rows, (*ids.shape, -1))
+
+
+def _columns(x: Shaped[Array, "rows outputs"], ids: Int[Array, " n"]) -> Shaped[Array, "rows n"]:
+    if platform() != "tpu":
+        return jnp.take(x, ids, axis=-1, mode="clip")
+    # A tile of lanes after the other: a TPU would look several columns up in a copy of all, by rows.
+    width = min(_LANES, x.shape[-1])
+
+    def column(at: Int[Array, ""]) -> Shaped[Array, " rows"]:
+        first = jnp.minimum(at // width * width, x.shape[-1] - width)
+        tile = jax.lax.dynamic_slice_in_dim(x, first, width, axis=-1)
+        return jnp.sum(jnp.where(jnp.arange(width) == at - first, tile, 0), axis=-1, dtype=x.dtype)
+
+    return jax.lax.map(column, ids).T

@@ -6,7 +6,7 @@ The pytree is made of plain dicts: `embed`, `positions` (learned positions only)
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,11 +22,14 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, logical axes (one name or None per dimension) and initializer `(key, shape, dtype) -> array`."""
+    """Shape, logical axes (one name or None per dimension) and initializer `(key, shape, dtype) -> array`; whether a
+    table of embeddings is the head too.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: Callable[..., Array]
+    is_head: bool = False
 
 
 # Dimensions of a product's weights that are inputs: so many first ones, or the last one.
@@ -37,12 +40,12 @@ LAST_IS_INPUT = ("q", "k", "v", "lm_head")
 def input_axes(name: str, spec: TensorSpec) -> tuple[int, ...] | None:
     """Which dimensions of a parameter are the inputs of a product, by its own name; None for what is no product's.
 
-    Routers are none: they choose, by few numbers. Nor is a head that is the table of embeddings.
+    Routers are none: they choose, by few numbers. Nor is a table of embeddings that is not the head.
     """
     first = int(spec.axes[:1] == ("experts",))
     if name in LINEAR_INPUTS:
         return tuple(range(first, first + LINEAR_INPUTS[name]))
-    return (len(spec.shape) - 1,) if name in LAST_IS_INPUT else None
+    return (len(spec.shape) - 1,) if name in LAST_IS_INPUT or spec.is_head else None
 
 
 def abstract(config: ModelConfig) -> Params:
@@ -54,7 +57,7 @@ def abstract(config: ModelConfig) -> Params:
         (config.vocab_size, config.hidden_size), ("vocab", "model"), initializers.normal(config.hidden_size**-0.5)
     )
     specs: Params = {
-        "embed": vocab,
+        "embed": replace(vocab, is_head=config.tie_embeddings),
         "layers": tuple(_abstract_layer(config, number) for number in range(config.num_layers)),
         "final_norm": _abstract_norm(config),
     }

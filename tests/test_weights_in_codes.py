@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import clusterkv_jax as ckv
 from clusterkv_jax import cli
 from clusterkv_jax.benchmark.own_runner import random_params
+from clusterkv_jax.blocks.embedding import embed
 from clusterkv_jax.checkpoints.activation_aware import codes_by_text
 from clusterkv_jax.checkpoints.loading import open_checkpoint, parameter_name, save_huggingface
 from clusterkv_jax.checkpoints.repack import dequantised_rows
@@ -26,6 +27,7 @@ from tests.support.checkpoint_files import FAMILIES, GPT_OSS, LLAMA, random_tens
 from tests.support.quantised_files import FORMATS, mxfp4, quantised
 
 SMALL = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}
+TIED = {**SMALL, "tie_word_embeddings": True}
 WIDE = {**SMALL, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 TOKENS = np.arange(12, dtype=np.int32).reshape(2, 6)
 NUMBERS = jax.jit(dequantised)
@@ -136,12 +138,15 @@ def test_experts_of_gpt_oss(tmp_path):
     assert_same_model(found, wanted)
 
 
+@pytest.mark.parametrize("published", [WIDE, {**WIDE, "tie_word_embeddings": True}], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4"])
-def test_types_of_gguf_files(tmp_path, kind):
-    source = {name: 0.05 * x for name, x in random_tensors(WIDE).items()}
-    file = gguf_writer.write(tmp_path / "model.gguf", WIDE, source, kind)
+def test_types_of_gguf_files(tmp_path, kind, published):
+    source = {name: 0.05 * x for name, x in random_tensors(published).items()}
+    file = gguf_writer.write(tmp_path / "model.gguf", published, source, kind)
     found, wanted = ckv.load(file, weights="stored"), ckv.load(file, weights="dequantised")
     assert len(kinds(found.params["layers"][0])) == 7
+    head = found.params["embed" if published["tie_word_embeddings"] else "lm_head"]
+    assert head.kind == found.params["layers"][0]["mlp"]["up"].kind
     for name in ("q", "o"):  # rows in the order of pairs, and heads as inputs
         mine, own = (model.params["layers"][0]["attention"][name] for model in (found, wanted))
         np.testing.assert_allclose(NUMBERS(mine), own, rtol=0, atol=1e-3 * np.abs(own).max())
@@ -154,11 +159,40 @@ def test_numbers_are_rounded_to_the_nearest_code(tmp_path, weights, most):
     found, wanted = ckv.load(folder, weights=weights), ckv.load(folder)
     assert set(kinds(found.params["layers"][0]).values()) == {weights}
     assert found.params["lm_head"].kind == "int8"  # whatever layers are
-    assert not is_coded(found.params["embed"])
+    assert not is_coded(found.params["embed"])  # which is no head
     mine, own = (model.params["layers"][0]["mlp"]["up"] for model in (found, wanted))
     step = most * np.abs(own).max()  # half of one, at most
     error = np.sqrt(np.mean((NUMBERS(mine) - own) ** 2))
     assert 0 < error <= 1.01 * step / np.sqrt(3)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_table_that_is_the_head_too_is_in_int8_once(tmp_path, weights):
+    """Embeddings are rows of the numbers that the head is multiplied with, on a mesh as well, whose devices share them;
+    what is trained and saved for others has these numbers.
+    """
+    folder = write(tmp_path / "plain", TIED, random_tensors(TIED))
+    found, mesh = ckv.load(folder, weights=weights), jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    table, numbers = found.params["embed"], dequantised(found.params["embed"])
+    assert (table.kind, table.codes.shape, table.scales.shape) == ("int8", (64, 64), (1, 64))
+    assert "lm_head" not in found.params
+    half = np.abs(numbers).max(axis=1, keepdims=True) / 254
+    plain = ckv.load(folder).params["embed"]
+    assert np.all(np.abs(numbers - plain) <= 1.001 * half)
+    shared = ckv.load(folder, weights=weights, mesh=mesh)
+    assert shared.params["embed"].codes.addressable_shards[0].data.shape == (64, 32)
+    for model in (found, shared):
+        with on_mesh(model.mesh, model.config.num_kv_heads):
+            rows = jax.jit(embed, static_argnums=1)(model.params, model.config, jnp.asarray(TOKENS), 0 * TOKENS)
+        np.testing.assert_array_equal(rows, numbers[TOKENS])
+    in_numbers = jax.tree.map(lambda x: jnp.asarray(dequantised(x)), found.params, is_leaf=is_coded)
+    for model in (found, shared):
+        assert_same_model(model, replace(found, params=in_numbers), 1e-5)
+    assert same(trainees.of_model(found).weights["embed"], numbers)
+    save_huggingface(tmp_path / "saved", found.params, found.config, dtype="float32")
+    assert same(ckv.load(tmp_path / "saved").params["embed"], numbers)
+    half_type = ckv.load(folder, weights=weights, dtype="bfloat16")
+    assert ckv.generate(half_type, [[1, 2, 3]], method=ckv.Full(), max_new_tokens=4).tokens[0]
 
 
 def off(numbers, coded):
@@ -208,10 +242,11 @@ def test_scales_that_are_not_finite_are_refused(tmp_path):
         ckv.load(folder, weights="stored")
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_plans_and_random_weights_are_in_the_codes_of_loaded_ones(tmp_path, weights):
-    source = random_tensors(FAMILIES["qwen3_moe"] | {"hidden_size": 64})
-    folder = write(tmp_path / "plain", FAMILIES["qwen3_moe"] | {"hidden_size": 64}, source)
+def test_plans_and_random_weights_are_in_the_codes_of_loaded_ones(tmp_path, weights, tied):
+    published = FAMILIES["qwen3_moe"] | {"hidden_size": 64, "tie_word_embeddings": tied}
+    folder = write(tmp_path / "plain", published, random_tensors(published))
     model = ckv.load(folder, weights=weights)
     drawn = random_params(model.config, jnp.float32, weights=weights)
     plain = {**drawn, "layers": [{k: x for k, x in layer.items() if k != "surrogate"} for layer in drawn["layers"]]}
@@ -225,12 +260,13 @@ def test_plans_and_random_weights_are_in_the_codes_of_loaded_ones(tmp_path, weig
     np.testing.assert_allclose(jnp.std(up), 64**-0.5, rtol=0.1)
 
 
+@pytest.mark.parametrize("published", [SMALL, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_what_is_converted_keeps_codes(tmp_path, weights):
+def test_what_is_converted_keeps_codes(tmp_path, weights, published):
     pytest.importorskip("orbax.checkpoint", reason="needs the extra pods")
     from clusterkv_jax.checkpoints.convert import convert
 
-    folder = write(tmp_path / "plain", SMALL, tensors())
+    folder = write(tmp_path / "plain", published, random_tensors(published))
     assert convert(folder, tmp_path / "codes", weights=weights)
     assert not convert(folder, tmp_path / "codes", weights=weights)
     with pytest.raises(ValueError, match="holds another model, or another type"):
@@ -244,13 +280,14 @@ def test_what_is_converted_keeps_codes(tmp_path, weights):
     np.testing.assert_array_equal(numbers, dequantised(wanted.params["layers"][0]["mlp"]["up"]))
 
 
+@pytest.mark.parametrize("published", [WIDE, {**WIDE, "tie_word_embeddings": True}], ids=["untied", "tied"])
 @pytest.mark.parametrize(("kind", "weights"), [("Q4_0", "int4"), ("Q8_0", "int8")])
-def test_codes_of_a_file_are_not_rounded_again(tmp_path, kind, weights):
+def test_codes_of_a_file_are_not_rounded_again(tmp_path, kind, weights, published):
     pytest.importorskip("orbax.checkpoint", reason="needs the extra pods")
     from clusterkv_jax.checkpoints.convert import convert
 
-    source = {name: 0.05 * x for name, x in random_tensors(WIDE).items()}
-    file = gguf_writer.write(tmp_path / "model.gguf", WIDE, source, kind)
+    source = {name: 0.05 * x for name, x in random_tensors(published).items()}
+    file = gguf_writer.write(tmp_path / "model.gguf", published, source, kind)
     stored = ckv.load(file, weights="stored").params
     assert same(ckv.load(file, weights=weights).params, stored)
     assert convert(file, tmp_path / "codes", weights=weights, dtype="float32")
@@ -270,7 +307,9 @@ def test_codes_by_a_text_keep_more_of_the_model(tmp_path, family):
     folder = write(tmp_path / "plain", published, random_tensors(published))
     plain, nearest = ckv.load(folder), ckv.load(folder, weights="int4")
     codes = codes_by_text(open_checkpoint(folder), PIECES, lambda done, total: None)
-    assert set(codes) == {name for name in names(nearest.params) if name != "lm_head" and ".experts." not in name}
+    assert set(codes) == {
+        name for name in names(nearest.params) if name not in ("embed", "lm_head") and ".experts." not in name
+    }
 
     def place(path, x):
         own = codes.get(parameter_name(path))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from clusterkv_jax.kernels.quantised_linear import quantised_linear
-from clusterkv_jax.kernels.weight_codes import QuantisedWeights
+from clusterkv_jax.kernels.weight_codes import PACKED, QuantisedWeights
 from clusterkv_jax.runtime.sharding import ambient_mesh, partition
 
 Axes = tuple[str, ...]
@@ -69,7 +69,8 @@ def _shared(weights: QuantisedWeights, mesh: Any) -> tuple[Axes, Axes]:
     inner = tuple(jax.tree.leaves(spec[weights.axes[0]]))
     outer = tuple(jax.tree.leaves([spec[i] for i in weights.outputs]))
     groups = weights.scales.shape[-2]
-    whole = groups > 1 and groups % math.prod(mesh.shape[axis] for axis in inner)
+    # A scale of all inputs is no group but where a byte has two of them.
+    whole = (groups > 1 or weights.kind in PACKED) and groups % math.prod(mesh.shape[axis] for axis in inner)
     return () if whole else inner, outer
 
 

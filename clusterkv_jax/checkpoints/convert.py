@@ -39,6 +39,7 @@ from clusterkv_jax.checkpoints.orbax import (
     CODES,
     KINDS,
     MANIFEST,
+    NUMBERS,
     WEIGHTS,
     Fingerprints,
     Manifest,
@@ -122,7 +123,7 @@ def convert(
         target: a folder or gs:// address that does not exist. It appears when it is whole; a call that was killed goes
             on.
         dtype: float32, bfloat16 or float16; None keeps the type that the token embeddings are stored in.
-        weights: "int8" or "int4" rounds the weights of layers to codes, as `load` does; None writes numbers.
+        weights: "int8" or "int4" rounds weights to codes, as `load` does; None writes numbers.
         data: texts as tokens, equally many in each, by which int4 is rounded: what a code is off is made good where the
             model reads such texts. None rounds to the nearest code.
         progress: called with the bytes that are saved and those of the model; with `data`, with the layers that are
@@ -190,7 +191,7 @@ def _check_whole(target: AnyPath, origin: _Origin) -> None:
     of_layers = (name for name in manifest.tensors if name.startswith("layers.") and name.endswith(CODES))
     codes = next((manifest.tensors[name].dtype for name in of_layers), None)
     held = KINDS[codes] if codes else None
-    if _Origin(manifest.tensors["embed"].dtype, manifest.fingerprints, held, manifest.data) != origin:
+    if _Origin(manifest.tensors[NUMBERS].dtype, manifest.fingerprints, held, manifest.data) != origin:
         kind = origin.dtype if origin.weights is None else f"{origin.dtype} with weights in {origin.weights}"
         kind += "" if origin.data is None else " by this text"
         raise ValueError(f"{target} holds another model, or another type than {kind}; choose another name.")

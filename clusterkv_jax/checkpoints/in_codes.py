@@ -60,9 +60,10 @@ def in_codes(
 def kind_of(name: str, weights: str | None) -> Any:
     """Of which kind a parameter of this name is where weights are rounded so, None where they are not.
 
-    Where layers are in int4 a head is in int8, as in the files of others: no layer makes good what it loses.
+    Where layers are in int4 a head is in int8, and so is the table of embeddings that it may be, as in the files of
+    others: no layer makes good what it loses.
     """
-    kind = "int8" if (name, weights) == ("lm_head", "int4") else weights
+    kind = "int8" if name in ("embed", "lm_head") and weights == "int4" else weights
     return kind if kind in _SCALES else None
 
 

@@ -28,6 +28,7 @@ from clusterkv_jax.checkpoints.model_dir import locate, nearby, tokenizer_in
 from clusterkv_jax.checkpoints.orbax import (
     CODES,
     KINDS,
+    NUMBERS,
     CodesInOrbax,
     InOrbax,
     Manifest,
@@ -115,9 +116,10 @@ def load(
     `dtype` (float32, bfloat16 or float16, by name or as a type) is what all parameters become. None keeps the type that
     the token embeddings are stored in, except on the CPU, which has no 16-bit arithmetic: float32 there. With a `mesh`,
     parameters are laid out over it by their logical axes (see `sharding`); its axes become automatic ones.
-    `weights` is how the weights of layers are held: in the codes of quantised files ("stored"), as numbers
-    ("dequantised"), or rounded to codes ("int8" by outputs, "int4" in groups of inputs with offsets). None is "stored"
-    on the CPU, where that is faster, else "dequantised". Codes that the layout cannot hold become numbers.
+    `weights` is how the weights of layers and of a head are held: in the codes of quantised files ("stored"), as
+    numbers ("dequantised"), or rounded to codes ("int8" by outputs, "int4" in groups of inputs with offsets, the head
+    by outputs). None is "stored" on the CPU, where that is faster, else "dequantised". Codes that the layout cannot
+    hold become numbers.
     `max_positions` is the longest text with its answer, in tokens, by default what the model's configuration says. Up
     to the original length of LongRoPE (Phi-3.5 and Phi-4-mini: 4,096) a model takes the factors for short texts; beyond
     it takes those for long texts, whatever a text's length.
@@ -364,7 +366,7 @@ def _open_converted(folder: AnyPath, config: ModelConfig, manifest: Manifest) ->
 
     found = jax.tree.map_with_path(place, expected)
     parameters = jax.tree.map(lambda x: CodesInOrbax(x) if is_coded(x) else x, found, is_leaf=is_coded)
-    return Checkpoint(folder, config, parameters, tensors["embed"].dtype, manifest)
+    return Checkpoint(folder, config, parameters, tensors[NUMBERS].dtype, manifest)
 
 
 def _resolve_ties(

@@ -32,6 +32,7 @@ MANIFEST, WEIGHTS, FORMAT = "manifest.json", "weights", "clusterkv_jax weights 1
 # So many devices can share a parameter before two of them read the same piece; fewer where a piece gets small.
 # What the codes of a parameter are called after it, and what their type says of them.
 CODES, KINDS = ".codes", {"int8": "int8", "uint8": "int4"}
+NUMBERS = "final_norm.scale"  # which every model has, and never in codes
 _MOST_PIECES, _LEAST_PIECE = 64, MIB // 4
 _READ = 4 * MIB
 

@@ -94,6 +94,7 @@ def evaluate(
         if suite == "list":
             _list_suites()
             return
+        from clusterkv_jax.blocks.embedding import number_dtype
         from clusterkv_jax.calibration import read
         from clusterkv_jax.checkpoints.loading import calibrated
         from clusterkv_jax.cli import distributed_run
@@ -145,7 +146,7 @@ def evaluate(
             "suite": suite,
             "model": model,
             "parameters": network.config.weights,
-            "dtype": str(network.params["embed"].dtype),
+            "dtype": str(number_dtype(network.params)),
             "query_aware": query_aware,
             "batch_size": batch_size,
         }

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.host_store import commit
 from clusterkv_jax.cache.layers import KVCache, Layer
 from clusterkv_jax.decoding.appending import surrogate_of
@@ -108,7 +109,7 @@ def prefill(
     check_counts(1, step_tokens=step_tokens, prefill_chunk=1 if prefill_chunk is None else prefill_chunk)
     (batch, width), in_host_memory = tokens.shape, method.storage == "host"
     counts = {"reserve": reserve, "step_tokens": step_tokens, "max_new_tokens": max_new_tokens, "whole": whole}
-    request, own_plans = plans_of_width(config, method, params["embed"].dtype, width, **counts)
+    request, own_plans = plans_of_width(config, method, number_dtype(params), width, **counts)
     check_prompts(config, method, request, np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64))
     known = (lengths if numbers is None else numbers), (own_plans if plans is None else plans.__getitem__)
     planned = cache(partial(planned_layer, config, method, request, *known))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.layers import KVCache, State, occupancy, take_sequences
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import PrefillResult
@@ -67,7 +68,7 @@ def _budgets(model: Model, method: Method, layout: EngineLayout, length: int, ma
     """While decoding behind a prompt of so many tokens: of each group of heads, or of the heads of the pages."""
     limits, config = layout.limits, model.config
     counts = {"reserve": limits.reserve, "step_tokens": limits.step_tokens, "whole": limits.whole}
-    lengths, dtype = np.asarray([length]), model.params["embed"].dtype
+    lengths, dtype = np.asarray([length]), number_dtype(model.params)
     request = request_of_model(
         config, dtype, lengths, method.cache_dtype, **counts, max_new_tokens=min(max_new_tokens, limits.reserve)
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.memory import MemoryPlan, check_memory, device_limit, memory_plan, tree_bytes
@@ -99,9 +100,9 @@ def make_layout(
     sizes = {"reserve": limits.reserve, "step_tokens": limits.step_tokens}
     lengths = np.arange(1, width + 1)
     if check_flag(keep_short=keep_short):
-        limits = replace(limits, whole=longest_short(config, method, params["embed"].dtype, **sizes))
+        limits = replace(limits, whole=longest_short(config, method, number_dtype(params), **sizes))
     counts = sizes | {"max_new_tokens": limits.reserve, "whole": limits.whole}
-    request = request_of_model(config, params["embed"].dtype, lengths, method.cache_dtype, **counts)
+    request = request_of_model(config, number_dtype(params), lengths, method.cache_dtype, **counts)
     check_prompts(config, method, replace(request, lengths=lengths[:1]), np.empty(0, np.int64))
     plans = slot_plans(config, method, request)
     one, logits = template(params, config, method, plans, width, **sizes)
@@ -111,7 +112,7 @@ def make_layout(
     read_at_once = width if gate is None else min(gate.window, width)
     memory = memory_plan(params, config, (one, logits), slots, read_at_once, contexts)
     if gate is not None:
-        held = reading_bytes(config, params["embed"].dtype, method, plans, gate)
+        held = reading_bytes(config, number_dtype(params), method, plans, gate)
         memory = replace(memory, prompt=memory.prompt + held)
     check_memory(memory, limit, slots)
     if context_bytes is None and limit is not None:

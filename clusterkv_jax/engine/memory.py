@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.models.config import ModelConfig
 from clusterkv_jax.runtime.sharding import HEAD_AXES, ambient_mesh, partition
@@ -37,7 +38,7 @@ class MemoryPlan:
 def memory_plan(params: Any, config: ModelConfig, one: Any, slots: int, width: int, contexts: int) -> MemoryPlan:
     """The plan of an engine; `one` are the arrays of one slot, or their shapes, `width` the longest prompt's."""
     each = tree_bytes(one)
-    itemsize = params["embed"].dtype.itemsize
+    itemsize = number_dtype(params).itemsize
     # Hidden states before and after, queries and what they attend to, keys and values, and an MLP's columns.
     columns = 2 * config.hidden_size + 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     mlp = 3 * config.intermediate_size * min(width, tokens_at_once())

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.engine.contexts import Context
 from clusterkv_jax.engine.layout import Limits
@@ -145,7 +146,7 @@ def rows_alike(model: Model, method: Method, context: Context, max_new_tokens: i
     """
     if context.file is not None or context.answered or max_new_tokens == context.max_new_tokens:
         return True
-    length, dtype = np.asarray([context.length]), model.params["embed"].dtype
+    length, dtype = np.asarray([context.length]), number_dtype(model.params)
     one, other = (
         request_of_model(model.config, dtype, length, method.cache_dtype, max_new_tokens=new)
         for new in (max_new_tokens, context.max_new_tokens)
@@ -207,4 +208,4 @@ def request_of_batch(model: Model, method: Method, batch: Batch) -> RequestShape
     """The request that `generate` would make of it."""
     counts = {name: getattr(batch, name) for name in ("reserve", "step_tokens", "max_new_tokens", "whole")}
     lengths = np.arange(1, batch.width + 1)
-    return request_of_model(model.config, model.params["embed"].dtype, lengths, method.cache_dtype, **counts)
+    return request_of_model(model.config, number_dtype(model.params), lengths, method.cache_dtype, **counts)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.layers import KVCache, nbytes, occupancy, take_sequences
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
@@ -133,7 +134,7 @@ def possible(model: Model, method: Method, prompt: EncodedPrompt, max_new_tokens
     config, tokens = model.config, len(_compressed(method, prompt) if prompt.continuation else prompt.context)
     reserve = len(prompt.question) + len(prompt.continuation) + max_new_tokens + _SLACK
     counts = {"max_new_tokens": max_new_tokens, "reserve": reserve, "step_tokens": QUESTION_STEP}
-    dtype = model.params["embed"].dtype
+    dtype = number_dtype(model.params)
     request = request_of_model(config, dtype, np.asarray([tokens]), method.cache_dtype, **counts)
     with contextlib.suppress(ValueError):
         check_prompts(config, method, request, request.lengths)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.kinds import alike, as_it_was
 from clusterkv_jax.cache.layers import KVCache, Layer, State
 from clusterkv_jax.decoding import prefill
@@ -146,7 +147,7 @@ def gated_prefill(
     if longest > config.max_positions and not gate.renumber:
         raise ValueError(f"A prompt of {longest} tokens exceeds the model's {config.max_positions} positions.")
     check_ids(tokens, config.vocab_size, lengths)
-    dtype, width = params["embed"].dtype, tokens.shape[1]
+    dtype, width = number_dtype(params), tokens.shape[1]
     plan = gated_plan(config, method, dtype, width, gate, **sizes, plans=plans, key=key, call=call)
     check_prompts(config, method, plan.request, lengths.astype(np.int64))
     at_end = rows_after(plan, plan.request, lengths)

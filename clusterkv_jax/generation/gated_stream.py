@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.decoding import prefill
@@ -72,7 +73,7 @@ def open_stream(model: Model, method: Method, gate: Gate, *, reserve: int, seed:
     Raises:
         ValueError: for a budget that grows with the text, and a method that cannot read gated.
     """
-    config, dtype = model.config, model.params["embed"].dtype
+    config, dtype = model.config, number_dtype(model.params)
     sizes: Any = {"reserve": reserve, "step_tokens": min(QUESTION_STEP, bucket(reserve, 16)), "max_new_tokens": reserve}
     with on_mesh(model.mesh, config.num_kv_heads):
         plan = gated_plan(

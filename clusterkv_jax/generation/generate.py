@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.budget import Budget
 from clusterkv_jax.cache.host_store import traffic
 from clusterkv_jax.cache.layers import KVCache, copy_sequences
@@ -210,7 +211,7 @@ def compile_ahead(
 def kept_whole(model: Model, method: Method, batch: Batch) -> int:
     """The most tokens of a prompt that is too short for its budget, in a batch like this."""
     counts = {"reserve": batch.reserve, "step_tokens": batch.step_tokens}
-    return longest_short(model.config, method, model.params["embed"].dtype, **counts)
+    return longest_short(model.config, method, number_dtype(model.params), **counts)
 
 
 def _asked(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.checkpoints.loading import Model
 from clusterkv_jax.methods.request import row_bytes
 from clusterkv_jax.text.stops import FinishReason
@@ -87,6 +88,6 @@ class Result:
 
 def full_bytes(model: Model, rows: int, sequences: int = 1) -> int:
     """Bytes of a cache without compression that has room for so many rows of each head, windows as windows."""
-    config, dtype = model.config, model.params["embed"].dtype
+    config, dtype = model.config, number_dtype(model.params)
     of_layers = rows * len(config.global_layers) + min(rows, config.window or 0) * len(config.sliding_layers)
     return row_bytes(config.head_dim, dtype, dtype) * of_layers * config.num_kv_heads * sequences

@@ -12,6 +12,7 @@ import numpy as np
 from jax.profiler import annotate_function
 from jaxtyping import Array, Float, Int, Key
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.host_store import host_bytes
 from clusterkv_jax.cache.layers import KVCache, nbytes, occupancy, take_sequences
 from clusterkv_jax.cache.sliding_window import window_bytes
@@ -103,7 +104,7 @@ def prefill_batch(model: Model, method: Method, batch: Batch, key: jax.Array, **
 def _check_gate(model: Model, method: Method, batch: Batch, lengths: np.ndarray) -> None:
     """Raise ValueError where a batch has prompts beyond the window and none of them ever drops a row."""
     counts = {"reserve": batch.reserve, "step_tokens": batch.step_tokens, "max_new_tokens": batch.max_new_tokens}
-    dtype, config = model.params["embed"].dtype, model.config
+    dtype, config = number_dtype(model.params), model.config
     if batch.gate is not None and lengths.max() > batch.gate.window:
         request = request_of_model(config, dtype, lengths, method.cache_dtype, **counts)
         check_fills(config, method, request, lengths.astype(np.int64))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.cache.kinds import is_part
 from clusterkv_jax.cache.layers import KVCache
 from clusterkv_jax.checkpoints.in_codes import code_shapes, kind_of
@@ -199,4 +200,4 @@ class ProgramJob:
         """Hidden states of the prompts, or of the tokens that are read whole before a gate."""
         tokens = self.context if self.gate is None else min(self.context, self.gate.window)
         shape = (self.batch, tokens, self.config.hidden_size)
-        return array(self.mesh, shape, self.params["embed"].dtype, partition(HIDDEN, shape, self.mesh))
+        return array(self.mesh, shape, number_dtype(self.params), partition(HIDDEN, shape, self.mesh))

@@ -15,6 +15,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
+from operator import getitem
 from typing import Any
 
 import jax
@@ -347,24 +348,26 @@ def devices_along(names: tuple[str | None, ...], shape: tuple[int, ...], dimensi
     return math.prod(mesh.shape[axis] for axis in _axes(partition(names, shape, mesh)[dimension]))
 
 
-def take_rows(table: Array, ids: Array) -> Array:
+def take_rows(table: Any, ids: Array, take: Callable[[Any, Array], Array] = getitem, specs: Any = None) -> Array:
     """`table[ids]` of a table [V, M] whose rows devices may share, and ids [B, T]: each device looks up its own.
 
-    Left to the partitioner, a GPU would gather the whole table first.
+    Left to the partitioner, a GPU would gather the whole table first. A table that is no array has `take(table, ids)`,
+    and the PartitionSpecs of its arrays.
     """
     mesh = ambient_mesh()
     owners = () if mesh is None else _axes(partition(("vocab", None), table.shape, mesh)[0])
     if not owners:
-        return table[ids]
+        return take(table, ids)
+    count = table.shape[0] // _ways(owners, mesh)
 
-    def local(table: Array, ids: Array) -> Array:
-        at = ids - jax.lax.axis_index(owners) * table.shape[0]
-        mine = (at >= 0) & (at < table.shape[0])
-        rows = table[jnp.clip(at, 0, table.shape[0] - 1)]
-        return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros((), table.dtype)), owners)
+    def local(table: Any, ids: Array) -> Array:
+        at = ids - jax.lax.axis_index(owners) * count
+        mine = (at >= 0) & (at < count)
+        rows = take(table, jnp.clip(at, 0, count - 1))
+        return jax.lax.psum(jnp.where(mine[..., None], rows, jnp.zeros((), rows.dtype)), owners)
 
     where = partition(("batch", "tokens"), ids.shape, mesh)
-    specs = PartitionSpec(owners), where
+    specs = PartitionSpec(owners) if specs is None else specs, where
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=where, check_vma=False)(table, ids)
 
 

@@ -40,6 +40,7 @@ from transformers import PreTrainedTokenizerFast
 import clusterkv_jax as ckv
 from clusterkv_jax.benchmark.grid import GridRequest
 from clusterkv_jax.benchmark.own_runner import the_model
+from clusterkv_jax.blocks.embedding import number_dtype
 from clusterkv_jax.engine import SamplingParams
 from clusterkv_jax.serve import Server, Settings, bound, make_server, uvicorn_server, warm_up
 from clusterkv_jax.serve.prompts import ChatPrompt, of_conversation
@@ -343,7 +344,7 @@ def main() -> None:
     most = max(options.longest, options.cached, options.compacted)
     request = GridRequest(options.model, (), (most,), (1,), (), 1, 1024, None, weights=options.weights)
     model = the_model(request)
-    held = options.weights or model.params["embed"].dtype
+    held = options.weights or number_dtype(model.params)
     print(f"{environment()}, {options.model}, {held}, {options.method} {options.ratio:.3g}")
     for name in options.parts or parts:
         own = name == "overhead" and model.tokenizer is not None

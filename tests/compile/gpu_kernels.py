@@ -216,6 +216,7 @@ def products(array):
     surrogate = array((HEADS, 4096), F32), array((HEADS,), F32)
     return {
         "product of int8": of_codes("int8", jnp.int8, 1, 14336, 4096, 1),
+        "product of a head in int8": of_codes("int8", jnp.int8, 16, 4096, 128256, 1),
         "product of int4": of_codes("int4", jnp.uint8, 1, 4096, 14336, 32, offsets=True),
         "product of fp8": of_codes("fp8", jnp.float8_e4m3fn, 16, 4096, 4096, 32),
         "product of mxfp4": of_codes("mxfp4", jnp.uint8, 16, 2880, 2880, 90),

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from clusterkv_jax.kernels import weight_codes
 from clusterkv_jax.kernels.quantised_linear import by_halves, one_row_cpu, pallas_gpu, quantised_linear, reference
 from clusterkv_jax.kernels.weight_codes import QuantisedWeights, dequantised
 from clusterkv_jax.runtime.dispatch import LeftToXLA
@@ -145,6 +146,18 @@ BROKEN = {
 def test_dequantised_weights_are_the_numbers_that_codes_stand_for(shape):
     _, weights, numbers = operands(0, *shape)
     np.testing.assert_allclose(dequantised(weights), numbers, rtol=1e-6)
+
+
+@pytest.mark.parametrize("on", ["cpu", "tpu"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_of_some_outputs_are_those_of_all(monkeypatch, shape, on):
+    """On a TPU by tiles, of which the last one reaches over the one before it."""
+    monkeypatch.setattr(weight_codes, "platform", lambda: on)
+    _, weights, numbers = operands(0, *shape)
+    outputs = numbers.shape[1]
+    ids = jnp.asarray([[0, outputs - 1, outputs // 2], [7, 7, outputs - 2]])
+    found = jax.jit(weight_codes.output_numbers, static_argnums=2)(weights, ids, jnp.float32)
+    np.testing.assert_allclose(found, numbers.T[ids], rtol=1e-6)
 
 
 def test_codes_of_heads_have_the_shape_of_their_parameter():
