@@ -21,10 +21,7 @@ def row(method, length, side="clusterkv", **figures):
 
 
 def test_every_aim_has_its_measurements_and_every_command_is_one_of_this_project(aims):
-    for found, measurements in (
-        (aims.gpu_aims(), aims.gpu_measurements(10)),
-        (aims.cpu_aims(), aims.CPU_MEASUREMENTS),
-    ):
+    for found, measurements in ((aims.gpu_aims(), aims.gpu_measurements(10)), (aims.cpu_aims(), aims.CPU_MEASUREMENTS)):
         names = [one.name for one in measurements]
         assert len(set(names)) == len(names)
         assert {name for aim in found for name in aim.of} == set(names)

@@ -83,11 +83,7 @@ GENERATION, TOKENIZER, TOKENIZER_CONFIG = "generation_config.json", "tokenizer.j
 Q = "model.layers.1.self_attn.q_proj.weight"
 DEFECTS = {
     "no config": (0, lambda f: _without(f, "config.json"), "config.json is missing from"),
-    "config no JSON": (
-        0,
-        lambda f: _text(f, "config.json", "{"),
-        "config.json is not valid JSON: Expecting",
-    ),
+    "config no JSON": (0, lambda f: _text(f, "config.json", "{"), "config.json is not valid JSON: Expecting"),
     "config no UTF-8": (
         0,
         lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"),
@@ -105,11 +101,7 @@ DEFECTS = {
         lambda f: _tensors(f, **{"model.layers.2.extra": np.zeros(3, np.float32)}),
         "holds model.layers.2.extra [3], which its config.json has no place for",
     ),
-    "misshapen tensor": (
-        0,
-        lambda f: _tensors(f, **{Q: np.zeros((32, 16), np.float32)}),
-        f"{Q} in ",
-    ),
+    "misshapen tensor": (0, lambda f: _tensors(f, **{Q: np.zeros((32, 16), np.float32)}), f"{Q} in "),
     "integer weights": (0, lambda f: _tensors(f, **{Q: np.zeros((32, 32), np.int8)}), "holds I8 weights; allowed: F32"),
     "missing shard": (
         3,
@@ -124,11 +116,7 @@ DEFECTS = {
     "index no JSON": (3, lambda f: _text(f, INDEX, "nonsense"), "index.json is not valid JSON: Expecting value"),
     "index empty": (3, lambda f: _text(f, INDEX, "{}"), "index.json: Object missing required field weight_map"),
     "index of nothing": (3, lambda f: _text(f, INDEX, '{"weight_map": {}}'), "Expected object of length >= 1 ({})."),
-    "index of numbers": (
-        3,
-        lambda f: _text(f, INDEX, '{"weight_map": {"x": 5}}'),
-        "Expected str, got int.",
-    ),
+    "index of numbers": (3, lambda f: _text(f, INDEX, '{"weight_map": {"x": 5}}'), "Expected str, got int."),
     "nested config": (0, lambda f: _text(f, "config.json", NESTED), "config.json is nested deeper than 32 levels."),
     "nested index": (3, lambda f: _text(f, INDEX, NESTED), "index.json is nested deeper than 32 levels."),
     "large config": (0, lambda f: _text(f, "config.json", " " * 2**25), "config.json is larger than 16 MiB"),
@@ -155,11 +143,7 @@ DEFECTS = {
         "is a Git LFS pointer in the place of weights; run",
     ),
     "a million layers": (0, lambda f: _config(f, num_hidden_layers=10**6), "config.json, field 'num_hidden_layers'"),
-    "many layers": (
-        0,
-        lambda f: _config(f, num_hidden_layers=1024),
-        "and 9195 more tensors, which its",
-    ),
+    "many layers": (0, lambda f: _config(f, num_hidden_layers=1024), "and 9195 more tensors, which its"),
     "generation no JSON": (0, lambda f: _text(f, GENERATION, "{"), f"{GENERATION} is not valid JSON"),
     "generation a list": (0, lambda f: _text(f, GENERATION, "[]"), f"{GENERATION}: Expected object, got array ([])."),
     "generation text": (

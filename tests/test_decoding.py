@@ -14,12 +14,13 @@ from clusterkv_jax import decoding
 from clusterkv_jax.blocks.linear import tokens_at_once
 from clusterkv_jax.cache.layers import groups, occupancy
 from clusterkv_jax.cache.pages import from_pages, page_view
-from clusterkv_jax.decoding import DecodeState, decode_loop, extend_step, prefilling
+from clusterkv_jax.decoding import DecodeState, decode_loop, prefilling
 from clusterkv_jax.methods.recompression import due, steps_until_due
 from clusterkv_jax.methods.request import LayerPlan
 from clusterkv_jax.models import decoder, parameters
 from tests.support.methods import every_method, named
-from tests.support.tiny import VOCAB, prompt, taught, tiny
+from tests.support.tiny import EXTEND, STEP, VOCAB, padded, prompt, taught, tiny
+from tests.support.tiny import prefill as tiny_prefill
 
 # One interval, step count and set of prompts, so that tests share their programs. The interval is short enough to
 # cluster several times and too long for a question of 7 tokens to end it.
@@ -36,20 +37,11 @@ KINDS = ("GravityKV", "SnapKV", "AdaKV", "KVzap", "H2O")
 PROMPTS = [prompt(1, 48), prompt(2, 33), prompt(3, 40)]
 
 
-def padded(*prompts, width=48):
-    tokens = np.full((len(prompts), width), VOCAB - 1, np.int32)
-    for i, row in enumerate(prompts):
-        tokens[i, : len(row)] = row
-    return jnp.asarray(tokens), jnp.asarray([len(row) for row in prompts])
-
-
 def prefill(method, *prompts, model=None, **options):
-    model = model or taught()
-    options = {"max_new_tokens": STEPS, "step_tokens": 8, **options}
-    return ckv.prefill(model.params, model.config, method, *padded(*prompts), **options)
+    options = {"max_new_tokens": STEPS, "step_tokens": 8, "width": 48, **options}
+    return tiny_prefill(method, *prompts, model=model or taught(), **options)
 
 
-STEP = jax.jit(ckv.decode_step, static_argnums=(1, 2))
 FORWARD = jax.jit(decoder.forward, static_argnums=1)
 
 
@@ -126,7 +118,7 @@ def test_plans_are_exact_where_the_host_knows_every_round(prompts, new_tokens, k
         plans.extend(group for arg in args if isinstance(arg, LayerPlan) for group in arg.groups)
         return program(*args)
 
-    tokens, lengths = padded(*prompts)
+    tokens, lengths = padded(*prompts, width=48)
     method = dataclasses.replace(CENTROID, budget=ckv.Budget(ratio=0.5, base="prompt+new"))
     counts = {"max_new_tokens": new_tokens, "reserve": STEPS}
     cache, _ = decoding.prefill(model.params, model.config, method, tokens, lengths, **counts, call=run)
@@ -152,9 +144,7 @@ def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
     cache, _ = prefill(method, prompt(1, 40), prompt(2, 30))
     tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
     model = tiny()
-    once, logits = jax.jit(extend_step, static_argnums=(1, 2))(
-        model.params, model.config, method, cache, tokens, jnp.asarray([7, 3])
-    )
+    once, logits = EXTEND(model.params, model.config, method, cache, tokens, jnp.asarray([7, 3]))
     single = cache
     for i, token in enumerate(question):
         single, expected = step(method, single, [token, token])
@@ -248,9 +238,7 @@ def test_dropping_at_every_token_does_not_depend_on_how_many_come_at_once(method
     question = prompt(4, 7)
     cache, _ = prefill(method, prompt(1, 40), prompt(2, 30))
     tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
-    once, logits = jax.jit(extend_step, static_argnums=(1, 2))(
-        tiny().params, tiny().config, method, cache, tokens, jnp.asarray([7, 3])
-    )
+    once, logits = EXTEND(tiny().params, tiny().config, method, cache, tokens, jnp.asarray([7, 3]))
     for i, token in enumerate(question):
         cache, expected = step(method, cache, [token, token])
         if i == 2:
@@ -348,7 +336,7 @@ def test_prefill_names_what_does_not_fit():
     with pytest.raises(ValueError, match="257 tokens exceeds the model's 256 positions"):
         ckv.prefill(tiny().params, tiny().config, ckv.Full(), *padded(prompt(1, 257), width=257))
     with pytest.raises(ValueError, match=r"between 1 and 48, got \[0\]"):
-        ckv.prefill(tiny().params, tiny().config, ckv.Full(), padded(prompt(1, 3))[0], jnp.asarray([0]))
+        ckv.prefill(tiny().params, tiny().config, ckv.Full(), padded(prompt(1, 3), width=48)[0], jnp.asarray([0]))
 
 
 def test_prefill_and_steps_can_be_jitted_whole():
@@ -380,10 +368,7 @@ def next_of(token):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (
-            lambda: short(jnp.asarray([[1, 2, VOCAB, 4]])),
-            r"id 61 \(sequence 0, token 2\); allowed are 0 to 60",
-        ),
+        (lambda: short(jnp.asarray([[1, 2, VOCAB, 4]])), r"id 61 \(sequence 0, token 2\); allowed are 0 to 60"),
         (lambda: short(np.asarray([[1, -1, 3, 4]])), r"tokens hold id -1 \(sequence 0, token 1\)"),
         (lambda: short(jnp.asarray([[1.0, 2, 3, 4]])), "tokens must be an array of whole numbers, got float32"),
         (lambda: short(jnp.asarray([1, 2, 3, 4])), r"tokens must be an array \[B,N\], got shape \(4,\)"),
@@ -420,9 +405,7 @@ def test_ids_beyond_a_length_and_traced_ones_are_not_looked_at():
 def test_a_prompt_that_stays_above_its_budget_is_brought_back_while_decoding(method):
     """Though the tokens behind it are fewer than an interval."""
     ids, limit = prompt(3, 140), 40 + 128
-    cache, logits = ckv.prefill(
-        taught().params, taught().config, method, *padded(ids, width=140), max_new_tokens=100, step_tokens=1
-    )
+    cache, logits = prefill(method, ids, width=140, max_new_tokens=100, step_tokens=1)
     for _ in range(100):
         cache, logits = step(method, cache, jnp.argmax(logits, axis=-1).astype(jnp.int32))
     assert np.isfinite(logits).all()

@@ -305,11 +305,7 @@ def test_gsm8k_shares_its_examples(tokenizer, tmp_path):
         ("ruler", Options(tasks=("boolq",)), "task 'boolq' is not in suite ruler; allowed: needles, niah_single_1"),
         ("ruler", Options(limit=0), "limit must be at least 1, got 0"),
         ("longeval", Options(lengths=(200,)), "length = 200 tokens is too small"),
-        (
-            "niah",
-            Options(lengths=(20,)),
-            "length = 20 tokens is too small for niah, whose question",
-        ),
+        ("niah", Options(lengths=(20,)), "length = 20 tokens is too small for niah, whose question"),
         (
             "ruler",
             Options(tasks=("vt",), lengths=(84,)),
@@ -409,10 +405,7 @@ def test_a_chat_template_that_fails_or_prints_twice_is_named(tokenizer):
     case = Case("x/1", "t", "Some context.", "Why?")
     other = AutoTokenizer.from_pretrained(str(resources.files("clusterkv_jax.models") / "demo"))
     for template, said in (
-        (
-            "{{ messages[0].content }}" * 2,
-            "^Case x/1: The model's chat template does not print a message once",
-        ),
+        ("{{ messages[0].content }}" * 2, "^Case x/1: The model's chat template does not print a message once"),
         ("{{ raise_exception('no') }}", "^Case x/1: The model's chat template fails: no"),
         ("{{ 1 / 0 }}", "^Case x/1: The model's chat template fails: division by zero"),
     ):

@@ -16,7 +16,7 @@ from clusterkv_jax.evaluation import responses
 from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt
 from clusterkv_jax.models import decoder
 from tests.support.job import small_model
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import STEP, prompt, tiny
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,11 @@ def test_a_continuation_is_read_as_decoding_would():
     """It brings sequences back to their budget on the way, each when it is due."""
     method = ckv.CentroidKV(ckv.Budget(tokens=40), sinks=4, recent=8, chunk=16, interval=8)
     pairs = [EncodedPrompt(tuple(prompt(i, 90 - 5 * i)), (), tuple(prompt(9 + i, 20 - 7 * i))) for i in (0, 1)]
-    step = jax.jit(ckv.decode_step, static_argnums=(1, 2))
     for pair, answer in zip(pairs, responses.likelihoods(tiny(), method, pairs), strict=True):
         *context, token = pair.context
         cache, _ = ckv.prefill(tiny().params, tiny().config, method, np.asarray([context]), np.asarray([len(context)]))
         for following, score in zip(pair.continuation, answer.logprobs, strict=True):
-            cache, logits = step(tiny().params, tiny().config, method, cache, jnp.asarray([token]))
+            cache, logits = STEP(tiny().params, tiny().config, method, cache, jnp.asarray([token]))
             assert score == pytest.approx(float(jax.nn.log_softmax(logits)[0, following]), abs=1e-4)
             token = following
 
@@ -90,8 +89,7 @@ def test_an_answer_of_one_token_sees_the_compression(method):
     both = [scored.logprobs[0] for scored in responses.likelihoods(model, method, pairs)]
     options = {"max_new_tokens": 16, "reserve": 17}
     cache, _ = ckv.prefill(model.params, model.config, method, np.asarray([context[:-1]]), np.asarray([89]), **options)
-    step = jax.jit(ckv.decode_step, static_argnums=(1, 2))
-    _, logits = step(model.params, model.config, method, cache, jnp.asarray(context[-1:]))
+    _, logits = STEP(model.params, model.config, method, cache, jnp.asarray(context[-1:]))
     assert one == pytest.approx(float(jax.nn.log_softmax(logits)[0, 7]), abs=1e-4)
     assert both == pytest.approx([one, alone], abs=1e-4)
     whole = reference(pairs)

@@ -57,8 +57,7 @@ def test_names_in_the_report_are_texts(lines):
 
 
 @pytest.mark.parametrize(
-    ("methods", "budgets", "lengths", "tasks"),
-    [(300, 1, 1, 2), (1, 500, 1, 2), (1, 1, 2000, 1), (1, 1, 1, 3000)],
+    ("methods", "budgets", "lengths", "tasks"), [(300, 1, 1, 2), (1, 500, 1, 2), (1, 1, 2000, 1), (1, 1, 1, 3000)]
 )
 def test_reports_of_many_rows_and_columns_are_quick(methods, budgets, lengths, tasks):
     asked = [("full", "1.0")] + [(f"m{i}", str(8 + j)) for i in range(methods) for j in range(budgets)]

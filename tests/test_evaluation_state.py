@@ -3,7 +3,6 @@
 import re
 from importlib import resources
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import clusterkv_jax as ckv
 from clusterkv_jax.evaluation.tasks import state, suites
 from clusterkv_jax.evaluation.tasks.cases import build_prompt, counter
 from clusterkv_jax.presets import preset
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import STEP, prefill, prompt, tiny
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +55,11 @@ def test_a_copied_variable_has_the_value_of_its_source():
 
 def test_random_rows_keep_the_prompt_while_a_model_writes():
     model, method = tiny(), preset("scripts/studies/random_rows.py:RandomRows", ckv.Budget(tokens=64))
-    tokens = jnp.asarray([prompt(1, 20)])
-    cache, logits = ckv.prefill(
-        model.params, model.config, method, tokens, jnp.asarray([20]), max_new_tokens=180, reserve=180
-    )
-    step, held, seen = jax.jit(ckv.decode_step, static_argnums=(1, 2)), [], []
+    cache, logits = prefill(method, prompt(1, 20), max_new_tokens=180, reserve=180)
+    held, seen = [], []
     for _ in range(180):
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        cache, logits = step(model.params, model.config, method, cache, token)
+        cache, logits = STEP(model.params, model.config, method, cache, token)
         layer = cache.layers[0]
         held.append(int(np.asarray(layer.length)[0, 0]))
         seen.append(set(np.asarray(layer.positions)[0, 0, : held[-1]].tolist()))

@@ -27,16 +27,12 @@ from clusterkv_jax.runtime import dispatch
 from clusterkv_jax.storage.digests import whole
 from tests.support.checkpoint_files import FAMILIES, QWEN3_MOE, random_tensors, same, write
 from tests.support.coded import in_int8
+from tests.support.numbers import relative
 from tests.support.tiny import VOCAB, prompt, random_params
 
 EXPERTS = Experts(8, 3, 24, dense_layers=(0,))
 CONFIG = ModelConfig("qwen3_moe", VOCAB, 32, 64, 2, 4, 2, 8, 1024, Rope(1e4, 8), qk_norm=True, experts=EXPERTS)
 jitted_forward = jax.jit(forward, static_argnums=1)
-
-
-def relative(got: Any, want: Any) -> float:
-    want = np.asarray(want, np.float64)
-    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
 
 
 @cache

@@ -7,12 +7,11 @@ import resource
 import signal
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax.storage.files import append_whole, replacing, write_whole
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import prefill, prompt, tiny
 
 
 def names(folder):
@@ -104,7 +103,7 @@ def test_lines_without_room_leave_the_file_as_it_was(tmp_path, size):
 
 @pytest.fixture(scope="module")
 def cache():
-    return ckv.prefill(tiny().params, tiny().config, ckv.Full(), jnp.asarray([prompt(1, 24)]), jnp.asarray([24]))[0]
+    return prefill(ckv.Full(), prompt(1, 24))[0]
 
 
 def test_a_cache_without_room_leaves_the_one_before_it(tmp_path, cache):

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 import clusterkv_jax as ckv
-from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.generation.batch import bucket
 from clusterkv_jax.runtime.prng import spread
 from clusterkv_jax.sampling import filtered, sample
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import extend, prefill, prompt, tiny
 
 NEEDLE = "One of the special magic numbers for amber-lantern is: 4821057."
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -105,24 +104,13 @@ def test_a_question_that_makes_clustering_due_is_clustered():
     method = ckv.CentroidKV(ckv.Budget(tokens=24), sinks=2, recent=4, chunk=16, interval=8)
     context, question = prompt(1, 48), prompt(2, 40)
     result = ckv.generate(tiny(), [context], questions=[question], method=method, max_new_tokens=4)
-    model = tiny()
-    cache, _ = ckv.prefill(
-        model.params,
-        model.config,
-        method,
-        jnp.asarray([context]),
-        jnp.asarray([48]),
-        max_new_tokens=4,
-        reserve=44,
-        step_tokens=40,
-    )
-    grow = functools.partial(jax.jit(extend_step, static_argnums=(1, 2)), model.params, model.config, method)
-    cache, logits = grow(cache, jnp.asarray([question]), jnp.asarray([40]))
+    cache, _ = prefill(method, context, max_new_tokens=4, reserve=44, step_tokens=40)
+    cache, logits = extend(method, cache, [question])
     assert int(cache.layers[0].length.max()) == 24
     expected = []
     for _ in range(4):
         expected.append(int(jnp.argmax(logits[0])))
-        cache, logits = grow(cache, jnp.asarray([expected[-1:]]), jnp.asarray([1]))
+        cache, logits = extend(method, cache, [expected[-1:]])
     assert result.tokens[0] == expected
 
 
@@ -228,10 +216,7 @@ def test_buckets(n, size):
         (lambda: ckv.Sampling(top_k=-2), "top_k must be a whole number of at least 1, or None, 0 or -1 .*, got -2"),
         (lambda: ckv.Sampling(top_p=1.5), "top_p must be above 0 and at most 1, got 1.5"),
         (lambda: ckv.Sampling(min_p=-0.1), "min_p must be between 0 and 1, got -0.1"),
-        (
-            lambda: ckv.Sampling(temperature=1e-40),
-            "must be 0, which is greedy, or at least 1e-30, got 1e-40",
-        ),
+        (lambda: ckv.Sampling(temperature=1e-40), "must be 0, which is greedy, or at least 1e-30, got 1e-40"),
         (lambda: ckv.generate("demo", [text()]), "model must be one that load or as_model returns, got 'demo'"),
         (lambda: ckv.Engine("demo"), "model must be one that load or as_model returns, got 'demo'"),
         (lambda: ckv.generate(tiny(), 5), "prompts must be a list of texts or of token ids, got 5"),

@@ -94,10 +94,7 @@ REFUSALS = {
         refusal(errors.RepositoryNotFoundError, 401),
         "there is no owner/name, or it is private; if it is, log in with 'hf auth login', or set HF_TOKEN",
     ),
-    "revision": (
-        refusal(errors.RevisionNotFoundError, 404),
-        "owner/name has no branch, tag or commit 'v9'",
-    ),
+    "revision": (refusal(errors.RevisionNotFoundError, 404), "owner/name has no branch, tag or commit 'v9'"),
     "no network": (errors.LocalEntryNotFoundError("An error\nhappened"), "no network reaches it, and not all of it is"),
     "another status": (refusal(errors.HfHubHTTPError, 503, "503 Unavailable\nfor url"), "503 Unavailable"),
     "a lost connection": (TimeoutError("read timed out"), "read timed out"),

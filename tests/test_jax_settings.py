@@ -7,8 +7,7 @@ import pytest
 
 import clusterkv_jax as ckv
 from clusterkv_jax import learned
-from clusterkv_jax.decoding import extend_step
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import EXTEND, extend, prefill, prompt, tiny
 
 WARM = {"sampling": ckv.Sampling(temperature=1.0), "max_new_tokens": 6}
 
@@ -55,15 +54,12 @@ def test_pure_functions_take_arrays_of_64_bits():
 
 def test_a_question_of_64_bits_leaves_a_cache_of_32():
     model, method = tiny(), ckv.SnapKV(SMALL, window=4, kernel=3)
-    tokens, lengths = jnp.asarray([prompt(1, 40)]), jnp.asarray([40])
-    options = {"reserve": 8, "step_tokens": 3}
-    cache, _ = ckv.prefill(model.params, model.config, method, tokens, lengths, **options)
-    step = jax.jit(extend_step, static_argnums=(1, 2))
+    cache, _ = prefill(method, prompt(1, 40), reserve=8, step_tokens=3)
     question, counts = np.asarray([prompt(2, 3)]), np.asarray([3])
-    expected = step(model.params, model.config, method, cache, jnp.asarray(question), jnp.asarray(counts))
+    expected = extend(method, cache, question)
     with jax.enable_x64(True):
         wide = jnp.asarray(question, jnp.int64), jnp.asarray(counts, jnp.int64)
-        found = step(model.params, model.config, method, cache, *wide)
+        found = EXTEND(model.params, model.config, method, cache, *wide)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 

@@ -80,10 +80,7 @@ def test_one_text_and_one_question_need_no_lists(model):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (
-            {"method": "snapvk", "ratio": 0.5},
-            r"Unknown method or preset 'snapvk'; .* \(did you mean 'snapkv'\?\)",
-        ),
+        ({"method": "snapvk", "ratio": 0.5}, r"Unknown method or preset 'snapvk'; .* \(did you mean 'snapkv'\?\)"),
         ({"method": "SnapKV", "ratio": 0.5}, r"did you mean 'snapkv'\?"),
         ({"method": "snapkv"}, "needs a budget"),
         ({"method": "snapkv", "ratio": 0.5, "tokens": 3}, "Give one of budget, ratio and tokens, got ratio and tokens"),

@@ -19,6 +19,7 @@ from clusterkv_jax.models.registry import from_hf
 from clusterkv_jax.runtime import dispatch
 from clusterkv_jax.runtime.sharding import named_mesh
 from tests.support.families import HEAD_DIMS, PUBLISHED, SAME_AS
+from tests.support.numbers import normal, relative
 
 
 @pytest.fixture(params=["cpu", "xla"])
@@ -27,15 +28,6 @@ def plain(request, monkeypatch) -> str:
     monkeypatch.setattr(attention, "LARGEST_BLOCK", 16)
     monkeypatch.setattr(tiles, "TILE", 16)
     return request.param
-
-
-def relative(got: Any, want: Any) -> float:
-    want = np.asarray(want, np.float64)
-    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 @partial(jax.jit, static_argnames=("offset", "window", "soft_cap"))
@@ -171,8 +163,7 @@ def test_scores_of_all_queries_never_exist_at_once(backend):
 
 
 @pytest.mark.parametrize(
-    ("backend", "message"),
-    [("gpu", "needs a GPU"), ("tpu", "needs a TPU"), ("flash", "there are gpu, tpu, cpu, xla")],
+    ("backend", "message"), [("gpu", "needs a GPU"), ("tpu", "needs a TPU"), ("flash", "there are gpu, tpu, cpu, xla")]
 )
 def test_a_backend_that_cannot_serve_says_why(backend, message):
     q = normal(0, 1, 4, 2, 8)

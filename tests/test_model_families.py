@@ -24,7 +24,7 @@ from clusterkv_jax.models.config import LongScaling, Rope, YarnScaling
 from clusterkv_jax.models.decoder import forward
 from tests.support.checkpoint_files import FAMILIES, LLAMA, random_tensors, write
 from tests.support.reference_decoder import reference_logits
-from tests.support.tiny import prompt
+from tests.support.tiny import prefill, prompt
 
 _BASE = {
     **LLAMA,
@@ -199,8 +199,7 @@ def test_keys_that_are_not_rotated_stay_where_others_are_moved(tmp_path):
     keys = []
     for rerotate in (False, True):
         method = ckv.StreamingLLM(ckv.Budget(tokens=12), rerotate=rerotate)
-        tokens, lengths = jnp.asarray([prompt(0, 40)], jnp.int32) % 64, jnp.asarray([40])
-        cache, _ = ckv.prefill(model.params, model.config, method, tokens, lengths, max_new_tokens=4)
+        cache, _ = prefill(method, prompt(0, 40), model=model, max_new_tokens=4)
         keys.append([layer.keys for layer in cache.layers])
     (there, still), (moved, stayed) = keys
     assert not np.allclose(there, moved)

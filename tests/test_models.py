@@ -22,6 +22,7 @@ from clusterkv_jax.models.config import LinearScaling, Llama3Scaling, ModelConfi
 from clusterkv_jax.models.decoder import forward, forward_hidden, unembed
 from clusterkv_jax.models.parameters import abstract, init
 from tests.support import families
+from tests.support.numbers import normal, relative
 from tests.support.shared_data import shared
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,15 +38,6 @@ SMALL = ModelConfig(
     max_positions=128,
     rope=Rope(10000.0, 8),
 )
-
-
-def relative(got: Any, want: Any) -> float:
-    want = np.asarray(want, np.float64)
-    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
 def tokens_of(batch: int, length: int) -> jax.Array:
@@ -194,12 +186,7 @@ _LLAMA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-_LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @pytest.mark.parametrize(
@@ -236,10 +223,7 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
 @pytest.mark.parametrize(
     ("published", "message"),
     [
-        (
-            {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; allowed: chatglm,",
-        ),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; allowed: chatglm,"),
         ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported, the nearest that is: 'qwen3_moe'; allowed: cha"),
         ({}, "model_type None is not supported"),
         ({**_LLAMA, "hidden_act": "tanh"}, "Activation 'tanh' is not supported; allowed: silu"),
@@ -259,19 +243,13 @@ _OPT = {"model_type": "opt", "vocab_size": 61, "hidden_size": 32, "ffn_dim": 48}
         ({**_LLAMA, "rope_theta": 0}, "field 'rope_theta': Expected float >= 1.0 (0)."),
         ({**_LLAMA, "eos_token_id": "</s>"}, "field 'eos_token_id': Expected int | array | null, got str ('</s>')."),
         ({**_LLAMA, "rope_scaling": [8]}, "field 'rope_scaling': Expected object | null, got array ([8])."),
-        (
-            {**_LLAMA, "rope_scaling": {"type": "linear", "factor": 0}},
-            "field 'rope_scaling.factor': Expected float >=",
-        ),
+        ({**_LLAMA, "rope_scaling": {"type": "linear", "factor": 0}}, "field 'rope_scaling.factor': Expected float >="),
         (
             {**_LLAMA, "rope_scaling": {"rope_type": "llama3", **_LLAMA3, "high_freq_factor": 1}},
             "Llama3Scaling high_freq_factor must be a number above low_freq_factor = 1.0, got 1.0.",
         ),
         ({**_LLAMA, "model_type": ["llama"]}, "field 'model_type': Expected str | null, got array (['llama'])."),
-        (
-            {**_LLAMA, "quantization_config": "fp8"},
-            "'quantization_config': Expected object | null, got str ('fp8')",
-        ),
+        ({**_LLAMA, "quantization_config": "fp8"}, "'quantization_config': Expected object | null, got str ('fp8')"),
         ({**_LLAMA, "num_key_value_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
         ({**_LLAMA, "quantization_config": {"quant_method": "hqq"}}, "Quantization 'hqq' is not supported"),
         (
@@ -310,10 +288,7 @@ def test_what_is_not_supported_is_named(published, message):
         ({"num_layers": 0}, "ModelConfig num_layers must be a whole number of at least 1, got 0."),
         ({"sliding_layers": (0,)}, "ModelConfig sliding_layers must be some if there is a window, got (0,)."),
         ({"window": 3}, "ModelConfig sliding_layers must be some if there is a window, got ()."),
-        (
-            {"window": 3, "sliding_layers": (2,)},
-            "ModelConfig sliding_layers must be layers, from 0 to 1, got (2,).",
-        ),
+        ({"window": 3, "sliding_layers": (2,)}, "ModelConfig sliding_layers must be layers, from 0 to 1, got (2,)."),
         ({"soft_cap": 0.0}, "ModelConfig soft_cap must be a number above 0, or None, got 0.0."),
         ({"head_dim": 16.0}, "ModelConfig head_dim must be a whole number of at least 1, got 16.0."),
     ],

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 import clusterkv_jax as ckv
 from clusterkv_jax import saving
 from clusterkv_jax.cache.layers import HeadGroups, KVCache, LayerCache, groups
-from clusterkv_jax.decoding import extend_step
 from tests.support.checkpoint_files import LLAMA, random_tensors, write
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import extend, prompt, tiny
+from tests.support.tiny import prefill as tiny_prefill
 
 METHOD = ckv.Chelsea(
     ckv.Budget(ratio=0.5, base="prompt"), sinks=2, recent=4, chunk=16, interval=4, outlier_heads=((1, 0),)
@@ -24,15 +24,11 @@ METHOD = ckv.Chelsea(
 
 
 def prefill(method=METHOD, model=None):
-    model = model or tiny()
-    return ckv.prefill(
-        model.params, model.config, method, jnp.asarray([prompt(1, 40)]), jnp.asarray([40]), max_new_tokens=12
-    )[0]
+    return tiny_prefill(method, prompt(1, 40), model=model, max_new_tokens=12)[0]
 
 
 def answer(cache, question, method=METHOD):
-    step = jax.jit(extend_step, static_argnums=(1, 2))
-    return step(tiny().params, tiny().config, method, cache, jnp.asarray([question]), jnp.asarray([len(question)]))[1]
+    return extend(method, cache, [question])[1]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -172,14 +168,8 @@ def with_group(cache, **changes):
         (lambda c, g: with_group(c, degree=g.degree * jnp.nan), f"{DEGREE} of the cache holds numbers that are not"),
         (lambda c, g: with_group(c, degree=-g.degree), f"{DEGREE} of the cache must be at least 0, got -"),
         (lambda c, g: with_group(c, values=g.values / 0), "values of the cache holds numbers that are not finite"),
-        (
-            lambda c, g: with_group(c, length=g.length.astype(jnp.float32)),
-            "length of the cache must be int32 [1, 2]",
-        ),
-        (
-            lambda c, g: with_group(c, length=g.length[0]),
-            "0.0.length of the cache must be int32 [B, K]",
-        ),
+        (lambda c, g: with_group(c, length=g.length.astype(jnp.float32)), "length of the cache must be int32 [1, 2]"),
+        (lambda c, g: with_group(c, length=g.length[0]), "0.0.length of the cache must be int32 [B, K]"),
         (lambda c, g: dataclasses.replace(c, layers=c.layers[:1]), "The cache must have 2 layers, got 1."),
         (lambda c, g: None, "cache must be a cache made by prefill, got NoneType."),
     ],

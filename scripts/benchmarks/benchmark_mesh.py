@@ -95,9 +95,7 @@ def benchmark(text: str, options: argparse.Namespace, tokens_of_first: dict[Any,
     config = model_config(options.model)
     positions = options.tokens + reserve(options)  # random weights are given as many as are asked for
     config = replace(
-        config,
-        num_layers=options.layers or config.num_layers,
-        max_positions=max(config.max_positions, positions),
+        config, num_layers=options.layers or config.num_layers, max_positions=max(config.max_positions, positions)
     )
     whole = named_mesh("model=1", jax.devices()[:1]) if text == "one" else named_mesh(text)
     mesh = fitted_mesh(whole, config.num_kv_heads)

@@ -85,8 +85,7 @@ PAIRS = {
         share=True,
     ),
     "Expected Attention": Pair(
-        lambda drop: kvpress.ExpectedAttentionPress(drop),
-        lambda budget: ckv.ExpectedAttention(budget),
+        lambda drop: kvpress.ExpectedAttentionPress(drop), lambda budget: ckv.ExpectedAttention(budget)
     ),
     "AdaKV over Expected Attention": Pair(
         lambda drop: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(drop, epsilon=1e-2)),
@@ -96,8 +95,7 @@ PAIRS = {
     "KeyDiff": Pair(lambda drop: kvpress.KeyDiffPress(drop), lambda budget: ckv.KeyDiff(budget)),
     "LagKV": Pair(lambda drop: kvpress.LagKVPress(drop), lambda budget: ckv.LagKV(budget), step=1 / 128),
     "LagKV (cross_scoring)": Pair(
-        lambda drop: kvpress.LagKVPress(drop, cross_scoring=True),
-        lambda budget: ckv.LagKV(budget, cross_scoring=True),
+        lambda drop: kvpress.LagKVPress(drop, cross_scoring=True), lambda budget: ckv.LagKV(budget, cross_scoring=True)
     ),
 }
 

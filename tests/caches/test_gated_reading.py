@@ -21,7 +21,7 @@ from clusterkv_jax.methods.gating import renumber
 from clusterkv_jax.methods.request import GroupPlan
 from clusterkv_jax.runtime.dispatch import TRAITS
 from clusterkv_jax.runtime.programs import compilation
-from tests.support.tiny import VOCAB, prompt, sliding, taught, tiny, untied, with_sinks
+from tests.support.tiny import VOCAB, padded, prefill, prompt, sliding, taught, tiny, untied, with_sinks
 
 HALF = ckv.Budget(ratio=0.5)
 SHARES = replace(HALF, shares=((1.0, 2.0), (3.0, 0.7)))
@@ -45,21 +45,13 @@ def name(method):
     return type(method).__name__
 
 
-def padded(prompts, width=48, fill=0):
-    tokens = np.full((len(prompts), width), fill, np.int32)
-    for i, row in enumerate(prompts):
-        tokens[i, : len(row)] = row
-    return tokens, np.asarray([len(row) for row in prompts], np.int32)
-
-
 def gated(method, prompts=PROMPTS, model=None, gate=GATE, fill=0, **options):
     model, options = model or taught(), {"max_new_tokens": 24, "gate": gate} | options
-    return gated_prefill(model.params, model.config, method, *padded(prompts, fill=fill), **options)
+    return gated_prefill(model.params, model.config, method, *padded(*prompts, width=48, fill=fill), **options)
 
 
 def afterwards(method, prompts=PROMPTS, model=None):
-    model = model or taught()
-    return ckv.prefill(model.params, model.config, method, *padded(prompts), max_new_tokens=24)
+    return prefill(method, *prompts, model=model or taught(), width=48, max_new_tokens=24)
 
 
 def alike(one, other, atol=2e-4):

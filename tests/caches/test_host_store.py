@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import host_store
 from clusterkv_jax.cache.layers import take_sequences
-from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation import batching, responses, runner
 from clusterkv_jax.evaluation.tasks.cases import Case, EncodedPrompt
 from clusterkv_jax.methods.families.recall import recalled_rows
@@ -23,7 +22,8 @@ from clusterkv_jax.runtime import host_memory
 from clusterkv_jax.runtime.sharding import auto_mesh, param_shardings
 from tests.support import runs
 from tests.support.layers import compress as compress_layer
-from tests.support.tiny import VOCAB, prompt, tiny
+from tests.support.tiny import extend, prompt, tiny
+from tests.support.tiny import prefill as tiny_prefill
 
 INTERVAL, SINKS, STEPS = 8, 2, 20
 DEVICE = ckv.ClusterKV(
@@ -31,7 +31,6 @@ DEVICE = ckv.ClusterKV(
 )
 HOST = dataclasses.replace(DEVICE, store="host")
 PROMPTS, QUESTIONS = [prompt(1, 48), prompt(2, 33), prompt(3, 40)], [prompt(5, 7), prompt(6, 3), prompt(7, 5)]
-EXTEND = jax.jit(extend_step, static_argnums=(1, 2))
 
 
 def generate(method, rows=slice(None), **options):
@@ -40,18 +39,8 @@ def generate(method, rows=slice(None), **options):
     )
 
 
-def prefill(method, *prompts, width=48, **options):
-    tokens = np.full((len(prompts), width), VOCAB - 1, np.int32)
-    for i, row in enumerate(prompts):
-        tokens[i, : len(row)] = row
-    lengths = jnp.asarray([len(row) for row in prompts])
-    return ckv.prefill(tiny().params, tiny().config, method, jnp.asarray(tokens), lengths, **options)[0]
-
-
-def grow(method, cache, tokens):
-    tokens = jnp.asarray(tokens)
-    counts = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-    return EXTEND(tiny().params, tiny().config, method, cache, tokens, counts)
+def prefill(*args, **options):
+    return tiny_prefill(*args, width=48, **options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +86,7 @@ def test_clustered_rows_enter_the_store_in_place_and_leave_the_device():
     shapes = [x.shape for x in jax.tree.leaves(caches[HOST])]
     for i, token in enumerate(prompt(9, INTERVAL + 3)):
         for method, cache in caches.items():
-            caches[method] = grow(method, cache, [[token], [token]])[0]
+            caches[method] = extend(method, cache, [[token], [token]])[0]
         layer, state = caches[HOST].layers[1], caches[HOST].state[1][0]
         indexed = np.asarray([48, 33]) + (INTERVAL if i >= INTERVAL - 1 else 0)
         np.testing.assert_array_equal(state["indexed"], indexed)
@@ -119,8 +108,8 @@ def test_prompts_shorter_than_the_sinks_grow_as_on_the_device(tokens):
     on_host = dataclasses.replace(method, store="host")
     device, host = (prefill(m, prompt(1, tokens), prompt(2, 30), reserve=400) for m in (method, on_host))
     for token in prompt(9, 28):
-        device, expected = grow(method, device, [[token], [token]])
-        host, logits = grow(on_host, host, [[token], [token]])
+        device, expected = extend(method, device, [[token], [token]])
+        host, logits = extend(on_host, host, [[token], [token]])
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
         rows, union = recalled_rows(device)
         assert (rows, union) == recalled_rows(host)
@@ -130,13 +119,13 @@ def test_prompts_shorter_than_the_sinks_grow_as_on_the_device(tokens):
 
 def test_more_tokens_than_the_device_has_room_for_are_not_dropped_without_a_sign():
     cache = prefill(HOST, PROMPTS[0], max_new_tokens=64, step_tokens=4)
-    good, logits = grow(HOST, cache, [prompt(4, 4)])
+    good, logits = extend(HOST, cache, [prompt(4, 4)])
     assert bool(jnp.isfinite(logits).all())
-    assert bool(jnp.isnan(grow(HOST, good, [prompt(4, 12)])[1]).all())
-    full, _ = grow(HOST, prefill(HOST, PROMPTS[0], max_new_tokens=4), [prompt(4, 4)])
-    padded, _ = EXTEND(tiny().params, tiny().config, HOST, full, jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32))
+    assert bool(jnp.isnan(extend(HOST, good, [prompt(4, 12)])[1]).all())
+    full, _ = extend(HOST, prefill(HOST, PROMPTS[0], max_new_tokens=4), [prompt(4, 4)])
+    padded, _ = extend(HOST, full, jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32))
     np.testing.assert_array_equal(padded.layers[1].length, 52)
-    assert bool(jnp.isnan(grow(HOST, full, [[1]])[1]).all())
+    assert bool(jnp.isnan(extend(HOST, full, [[1]])[1]).all())
 
 
 def test_padding_never_reaches_the_store():
@@ -156,20 +145,18 @@ def test_padding_never_reaches_the_store():
 
 def test_a_store_comes_back_from_disk(tmp_path):
     cache = prefill(HOST, PROMPTS[0], PROMPTS[1])
-    cache, _ = grow(HOST, cache, [[1], [2]])
+    cache, _ = extend(HOST, cache, [[1], [2]])
     ckv.save_cache(tmp_path / "book", cache, tiny().config, HOST)
     copy = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
     assert jax.tree.structure(copy) == jax.tree.structure(cache)
-    np.testing.assert_array_equal(grow(HOST, copy, [[3], [4]])[1], grow(HOST, cache, [[3], [4]])[1])
+    np.testing.assert_array_equal(extend(HOST, copy, [[3], [4]])[1], extend(HOST, cache, [[3], [4]])[1])
     with pytest.raises(ValueError, match="was made by"):
         ckv.load_cache(tmp_path / "book", tiny().config, DEVICE)
 
 
 def test_a_decode_loop_is_compiled_once(tmp_path):
     """What comes out of a program with host memory is bound to its device; bound later, it would compile anew."""
-    cache, logits = ckv.prefill(
-        tiny().params, tiny().config, HOST, jnp.asarray([PROMPTS[0]]), jnp.asarray([48]), max_new_tokens=8
-    )
+    cache, logits = tiny_prefill(HOST, PROMPTS[0], max_new_tokens=8)
     ckv.save_cache(tmp_path / "book", cache, tiny().config, HOST)
     copy = ckv.load_cache(tmp_path / "book", tiny().config, HOST)
     assert all(x.committed for x in jax.tree.leaves((cache, logits, copy)))

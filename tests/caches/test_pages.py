@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.cache import attention, layers, pages
 from clusterkv_jax.cache.attention import attend_cache
-from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.kernels.ordinals import ordinals
 from clusterkv_jax.methods.plan import plan_layer
 from clusterkv_jax.methods.request import RequestShape
 from clusterkv_jax.runtime.dispatch import Traits
-from tests.support.tiny import VOCAB, prompt, tiny
+from tests.support.tiny import STEP, extend, prefill, prompt, tiny
 
 HEADS, TOKENS, MEAN, DIM, PAGE, ROOM = 4, 60, 20, 8, 4, 5
 METHOD = ckv.AdaKV(ckv.Budget(ratio=0.5), window=4, kernel=3)
@@ -140,17 +139,8 @@ def test_a_token_without_a_slot_is_counted_and_stored_nowhere():
 # --- AdaKV ---
 
 
-def read(method, *texts, model=None, new=24, width=200):
-    model = model or tiny()
-    tokens = np.full((len(texts), width), VOCAB - 1, np.int32)
-    for i, text in enumerate(texts):
-        tokens[i, : len(text)] = text
-    lengths = jnp.asarray([len(text) for text in texts])
-    return ckv.prefill(model.params, model.config, method, jnp.asarray(tokens), lengths, max_new_tokens=new)[0]
-
-
-STEP = jax.jit(ckv.decode_step, static_argnums=(1, 2))
-EXTEND = jax.jit(extend_step, static_argnums=(1, 2))
+def read(method, *texts, new=24, width=200):
+    return prefill(method, *texts, width=width, max_new_tokens=new)[0]
 
 
 @pytest.mark.parametrize("mode", ["kvpress", "factory"])
@@ -222,8 +212,7 @@ def test_pages_take_over_what_another_method_read(first):
     assert len(result.tokens[0]) == 30
     kv = read(method, prompt(1, 60))
     assert all(isinstance(layer, layers.PagedHeads) for layer in kv.layers)
-    extend = jax.jit(extend_step, static_argnums=(1, 2))
-    kv, _ = extend(tiny().params, tiny().config, method, kv, jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    kv, _ = extend(method, kv, jnp.ones((1, 1), jnp.int32))
     assert all(int(layer.length.sum()) <= 2 * (30 + 8) for layer in kv.layers)
 
 
@@ -251,7 +240,7 @@ def test_a_question_in_one_piece_is_its_tokens_one_by_one(method):
     question = prompt(4, 7)
     kv = read(method, prompt(1, 200), prompt(2, 150))
     tokens = jnp.asarray([[*question, 0], question[:3] + [5] * 5])
-    once, logits = EXTEND(tiny().params, tiny().config, method, kv, tokens, jnp.asarray([7, 3]))
+    once, logits = extend(method, kv, tokens, jnp.asarray([7, 3]))
     for i, token in enumerate(question):
         kv, expected = STEP(tiny().params, tiny().config, method, kv, jnp.asarray([token, token]))
         if i == 2:

@@ -17,7 +17,7 @@ from clusterkv_jax.methods.base import Rows
 from clusterkv_jax.methods.driver import step_layer
 from clusterkv_jax.methods.request import GroupPlan
 from tests.support.methods import every_method, fitted_method, named, page_method
-from tests.support.tiny import prompt, tiny
+from tests.support.tiny import prefill, prompt, tiny
 
 BUDGET = ckv.Budget(tokens=24)
 # Between them they do all that methods do with rows; the others are combinations of it.
@@ -54,8 +54,7 @@ def test_every_method_keeps_as_many_rows_in_fewer_bytes(method):
 def test_bytes_are_those_of_codes_scales_and_degrees(name):
     method = stored(ckv.SnapKV(BUDGET, window=4), name)
     model = tiny()
-    tokens = jnp.asarray([prompt(1, 60)])
-    cache, _ = ckv.prefill(model.params, model.config, method, tokens, jnp.asarray([60]), max_new_tokens=8)
+    cache, _ = prefill(method, prompt(1, 60), max_new_tokens=8)
     slots = groups(cache.layers[0])[0].capacity
     config = model.config
     rows = config.num_layers * config.num_kv_heads * slots
@@ -129,8 +128,7 @@ def test_evictions_never_touch_codes(name):
 @pytest.mark.parametrize("name", CODES)
 def test_a_quantised_cache_comes_back_from_disk(tmp_path, name):
     model, method = tiny(), stored(ckv.Full() if name != "int4" else ckv.AdaKV(BUDGET, window=4, kernel=3), name)
-    tokens, lengths = jnp.asarray([prompt(1, 60)]), jnp.asarray([60])
-    cache, _ = ckv.prefill(model.params, model.config, method, tokens, lengths, max_new_tokens=8)
+    cache, _ = prefill(method, prompt(1, 60), max_new_tokens=8)
     ckv.save_cache(tmp_path / "book", cache, model.config, method)
     copy = ckv.load_cache(tmp_path / "book", model.config, method)
     assert jax.tree.structure(copy) == jax.tree.structure(cache)
@@ -244,9 +242,9 @@ def test_rows_are_merged_by_their_own_angles_and_lengths(kind):
 def test_scores_that_are_capped_are_stored_whole():
     """tanh of a score less a constant is another one."""
     model = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, soft_cap=20.0))
-    means = []
-    for config in (tiny().config, model.config):
-        args = model.params, config, ckv.Full(cache_dtype="int8"), jnp.asarray([prompt(1, 60)]), jnp.asarray([60])
-        means.append(groups(ckv.prefill(*args, max_new_tokens=8)[0].layers[0])[0].key_mean)
+    caches = (
+        prefill(ckv.Full(cache_dtype="int8"), prompt(1, 60), model=one, max_new_tokens=8)[0] for one in (None, model)
+    )
+    means = [groups(cache.layers[0])[0].key_mean for cache in caches]
     assert means[0].shape == (1, 2, 1, tiny().config.head_dim)
     assert means[1] is None

@@ -14,7 +14,7 @@ from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.cache.layers import WindowCache, groups, occupancy, overflowed
 from clusterkv_jax.cache.sliding_window import ring
 from clusterkv_jax.checkpoints.loading import calibrated
-from clusterkv_jax.decoding import decode_step, prefill
+from clusterkv_jax.decoding import decode_step
 from clusterkv_jax.decoding.appending import append_step_jit
 from clusterkv_jax.learned.repeated_attention import AttentionView, attend
 from clusterkv_jax.models.decoder import forward
@@ -22,7 +22,8 @@ from clusterkv_jax.observation import calibrate
 from clusterkv_jax.planning.abstract_request import ProgramJob
 from clusterkv_jax.planning.compile_stats import few_and_more
 from clusterkv_jax.runtime.sharding import named_mesh
-from tests.support.tiny import calmed, prompt, sliding, tiny
+from tests.support.numbers import relative
+from tests.support.tiny import calmed, prefill, prompt, sliding, tiny
 
 WINDOW = 12
 METHOD = ckv.SnapKV(ckv.Budget(tokens=16), window=4, kernel=3, decode_interval=4)
@@ -30,18 +31,9 @@ step = jax.jit(decode_step, static_argnames=("config", "method"))
 logits_of = jax.jit(forward, static_argnums=1)
 
 
-def relative(got: Any, want: Any) -> float:
-    want = np.asarray(want, np.float64)
-    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
-
-
 def read(model: ckv.Model, texts: list[list[int]], method: Any, reserve: int = 24, **options: Any):
-    width = 32
-    tokens = np.full((len(texts), width), 2**20, np.int32)  # no id of the vocabulary: padding is not looked at
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
-    lengths = np.asarray([len(text) for text in texts], np.int32)
-    return prefill(model.params, model.config, method, tokens, lengths, reserve=reserve, **options)
+    # Padding is no id of the vocabulary: it is not looked at.
+    return prefill(method, *texts, model=model, width=32, fill=2**20, reserve=reserve, **options)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 0.5])

@@ -10,6 +10,10 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+import clusterkv_jax as ckv
+from clusterkv_jax.text.chat import cut_turn
+from clusterkv_jax.text.tokenizer import decode, encode
+
 # A value that is wrong may be long; what is said of it is not.
 LONGEST = 2000
 SECONDS, BYTES = 10, 2**30
@@ -55,6 +59,17 @@ def check_sentence(text: str, says: Sequence[str] = ()) -> None:
     assert len(text) <= LONGEST, f"{len(text)} letters: {text[:200]!r} ..."
     for part in says:
         assert part in text, f"{part!r} is not in {text!r}"
+
+
+def read(place: Any) -> Any:
+    """What a command does with a model before it computes anything."""
+    model = ckv.load(place)
+    if model.tokenizer is not None:
+        tokens = encode(model.tokenizer, "a text", add_special_tokens=True)
+        assert isinstance(decode(model.tokenizer, tokens), str)
+        if getattr(model.tokenizer, "chat_template", None):
+            cut_turn(model.tokenizer, "A text.", "Who?")
+    return model
 
 
 def command(arguments: Sequence[Any], *, says: Sequence[str] = (), seconds: float = SECONDS) -> str:

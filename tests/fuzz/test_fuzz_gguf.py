@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import clusterkv_jax as ckv
-from clusterkv_jax.text.chat import cut_turn
-from clusterkv_jax.text.tokenizer import decode, encode
 from tests.fuzz.mutations import mutated
-from tests.fuzz.rules import one_sentence
+from tests.fuzz.rules import one_sentence, read
 from tests.support import gguf_writer
 from tests.support.checkpoint_files import LLAMA, random_tensors
 
@@ -94,17 +91,6 @@ def changed(draw, raw):
         )
         raw = raw[:at] + new + raw[at + size :]
     return raw
-
-
-def read(path):
-    """What a command does with a model before it computes anything."""
-    model = ckv.load(path)
-    if model.tokenizer is not None:
-        tokens = encode(model.tokenizer, "a text", add_special_tokens=True)
-        assert isinstance(decode(model.tokenizer, tokens), str)
-        if model.tokenizer.chat_template:
-            cut_turn(model.tokenizer, "A text.", "Who?")
-    return model
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,10 +19,8 @@ from clusterkv_jax.checkpoints.loading import load_config
 from clusterkv_jax.models import registry
 from clusterkv_jax.models.hf_weights import file_shapes, layout
 from clusterkv_jax.storage.digests import digest
-from clusterkv_jax.text.chat import cut_turn
-from clusterkv_jax.text.tokenizer import decode, encode
 from tests.fuzz.mutations import mutated
-from tests.fuzz.rules import one_sentence
+from tests.fuzz.rules import one_sentence, read
 from tests.support import families
 from tests.support.checkpoint_files import INDEX, LLAMA, random_tensors, same, write
 from tests.support.tiny import tiny
@@ -62,17 +60,6 @@ def checkpoint(tmp_path_factory):
     described = {"chat_template": TEMPLATE, "model_max_length": 128, "unk_token": "[UNK]", "added_tokens_decoder": {}}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     return folder
-
-
-def read(folder):
-    """What a command does with a model before it computes anything."""
-    model = ckv.load(folder)
-    if model.tokenizer is not None:
-        tokens = encode(model.tokenizer, "a text", add_special_tokens=True)
-        assert isinstance(decode(model.tokenizer, tokens), str)
-        if getattr(model.tokenizer, "chat_template", None):
-            cut_turn(model.tokenizer, "A text.", "Who?")
-    return model
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -55,11 +55,7 @@ def small(tokenizer):
     return described
 
 
-FILES = {
-    "letters": small(by_letters()),
-    "pieces": small(by_pieces()),
-    "rich": small(by_letters()) | RICH,
-}
+FILES = {"letters": small(by_letters()), "pieces": small(by_pieces()), "rich": small(by_letters()) | RICH}
 
 
 @given(template=st.one_of(st.lists(st.sampled_from(PARTS), max_size=8).map("".join), mutated(TEMPLATE, "bytes")))

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import clusterkv_jax as ckv
@@ -104,11 +104,16 @@ SAME_PAGES = st.sampled_from([(17, 16, 20, 3), (3, 1, 1, 1), (40, 4, 16, 2)])
 
 @few
 @given(seed=SEEDS, size=PAGES if LARGE else SAME_PAGES)
+@example(seed=0, size=(57, 33, 59, 3))
+@example(seed=0, size=(16, 33, 1, 1))
+@example(seed=0, size=(23, 4, 9, 2))
+@example(seed=0, size=(24, 4, 17, 2))
 def test_quest_selects_the_best_pages_and_the_newest(seed, size):
     tokens, page, budget, least = size
     queries, keys, values = map(jnp.asarray, drawn(seed, tokens))
     method = ckv.Quest(ckv.Budget(tokens=budget), page=page, min_pages=least)
     rows = np.asarray(ckv.select(method, ckv.build_index(method, keys, values), queries[:, :, -1]))
+    assert rows.shape == (B, K * G, max(budget, least * page))
     queries, keys = (np.asarray(x, np.float64) for x in (queries, keys))
     assert ((rows[..., :-1] >= 0) | (rows[..., 1:] < 0)).all()  # what is unused stands behind
     for b in range(B):

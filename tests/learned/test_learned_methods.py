@@ -13,7 +13,6 @@ from clusterkv_jax import learned
 from clusterkv_jax.blocks import attention_in
 from clusterkv_jax.blocks.causal_attention import causal_attention
 from clusterkv_jax.cache.pages import from_pages
-from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.evaluation.responses import likelihoods
 from clusterkv_jax.evaluation.tasks.cases import EncodedPrompt
 from clusterkv_jax.generation.batch import make_batch
@@ -23,7 +22,8 @@ from clusterkv_jax.models import decoder
 from clusterkv_jax.text.chat import frame_ids
 from tests.support.byte_model import byte_tokenizer
 from tests.support.gpu_blocks import counted, take_gpu
-from tests.support.tiny import VOCAB, prompt, random_params, tiny, with_surrogate
+from tests.support.tiny import EXTEND, VOCAB, padded, prompt, random_params, tiny, with_surrogate
+from tests.support.tiny import prefill as tiny_prefill
 from tests.support.words import by_letters
 
 WORDS = ((3, 5), (7, 1, 4), (2,))
@@ -35,17 +35,8 @@ CHATTING = by_letters("{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ 
 PROMPTS = [prompt(1, 40), prompt(2, 21), prompt(3, 15)]
 
 
-def padded(texts, width=40, padding=0):
-    tokens = np.full((len(texts), width), padding, np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
-    return jnp.asarray(tokens), jnp.asarray([len(text) for text in texts])
-
-
-def prefill(method, texts, model=None, **options):
-    model = model or tiny()
-    places = {name: options.pop(name) for name in ("width", "padding") if name in options}
-    return ckv.prefill(model.params, model.config, method, *padded(texts, **places), **options)
+def prefill(method, texts, model=None, width=40, padding=0, **options):
+    return tiny_prefill(method, *texts, model=model, width=width, fill=padding, **options)
 
 
 def held(layer, row=0):
@@ -272,7 +263,7 @@ def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chun
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer) | {"surrogate": layer["surrogate"]}
 
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn) | {"layers": tuple(map(narrow, drawn["layers"]))}
-    texts = padded(PROMPTS, width=48)
+    texts = padded(*PROMPTS, width=48, fill=0)
 
     def held_by(config):
         return ckv.prefill(params, config, ZAP, *texts, prefill_chunk=chunk)
@@ -287,9 +278,6 @@ def test_keys_and_scores_come_of_one_product_on_a_gpu(monkeypatch, changes, chun
     for a, b in zip(got.layers, want.layers, strict=True):
         np.testing.assert_array_equal(a.positions, b.positions)
         np.testing.assert_allclose(a.keys.astype(jnp.float32), b.keys.astype(jnp.float32), rtol=2e-2, atol=2e-2)
-
-
-STEP = jax.jit(extend_step, static_argnums=(1, 2))
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -308,7 +296,7 @@ def test_scores_stay_with_their_rows_and_new_tokens_are_scored(width):
     ]
     for start in range(0, 24, width):
         tokens = jnp.asarray([more[start : start + width] for more in new])
-        cache, _ = STEP(model.params, model.config, method, cache, tokens, jnp.asarray([width, width]))
+        cache, _ = EXTEND(model.params, model.config, method, cache, tokens, jnp.asarray([width, width]))
         memory = np.asarray(cache.state[0][0]["scores"])
         for i, text in enumerate(texts):
             for head in (0, 1):

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 import clusterkv_jax as ckv
 from clusterkv_jax.blocks.rope import rotate
 from clusterkv_jax.cache.layers import from_tokens
-from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.learned.fit_rows import squared_errors
 from clusterkv_jax.methods import matched
 from clusterkv_jax.models.config import Rope
 from tests.support.methods import SHAPE, named
-from tests.support.tiny import prompt, taught, tiny
+from tests.support.tiny import EXTEND, prefill, prompt, taught, tiny
 
 QUARTER = ckv.Budget(ratio=0.25)
 MERGED, CHOSEN = ckv.GravityKV(QUARTER, **SHAPE), ckv.SnapKV(QUARTER, window=4, kernel=3)
@@ -221,15 +220,13 @@ def test_decoding_goes_on_as_with_the_method_itself(method):
 
 def test_fitted_rows_return_to_the_budget_while_decoding():
     """OrbitKV's single rows stay single whatever their fitted degrees, and all heads hold equally many rows."""
-    model, text, more = taught(), prompt(1, 80), jnp.asarray([prompt(2, 13)])
+    model, more = taught(), jnp.asarray([prompt(2, 13)])
     inner, counts = ckv.OrbitKV(ckv.Budget(tokens=30), sinks=2, recent=4, interval=6), []
     for method in (inner, ckv.Matched(inner)):
-        ids, lengths = jnp.asarray([text]), jnp.asarray([80])
-        cache, _ = ckv.prefill(model.params, model.config, method, ids, lengths, max_new_tokens=13)
-        step = jax.jit(extend_step, static_argnums=(1, 2))
+        cache, _ = prefill(method, prompt(1, 80), model=model, max_new_tokens=13)
         counts.append([])
         for i in range(13):
-            cache, _ = step(model.params, model.config, method, cache, more[:, i : i + 1], jnp.asarray([1]))
+            cache, _ = EXTEND(model.params, model.config, method, cache, more[:, i : i + 1], jnp.asarray([1]))
             counts[-1].append([layer.length.tolist() for layer in cache.layers])
     plain, fitted = counts
     assert fitted == plain

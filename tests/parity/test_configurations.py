@@ -110,14 +110,14 @@ OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
             {**THETA, "rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2.0, 9.0] * 2},
             {**THETA, "rope_type": "default", "partial_rotary_factor": 0.5},
             {**THETA, "rope_type": "longrope", "short_factor": [1.0] * 10, "long_factor": [1.5] * 10},
-        ),
+        )
     },
     "glm": {
         "rope_parameters": (
             {**THETA, "rope_type": "linear", "factor": 3.0},
             {**THETA, "rope_type": "default", "partial_rotary_factor": 1.0},
             {**THETA, "rope_type": "dynamic", "factor": 4.0, "partial_rotary_factor": 0.25},
-        ),
+        )
     },
     # Without types the last layers have the window, and without a window none may slide.
     "qwen2": {"layer_types": ([WHOLE], None, [NEAR, NEAR])},
@@ -137,7 +137,7 @@ OF_FAMILY["olmo3"] = {
     "rope_parameters": tuple(
         {WHOLE: {"rope_type": "yarn", "rope_theta": theta, "factor": 3.0}, NEAR: {"rope_theta": 10 * theta}}
         for theta in (7e3, 8e3, 9e3)
-    ),
+    )
 }
 OF_FAMILY["exaone4"] = {"layer_types": ([NEAR], [WHOLE, NEAR, WHOLE], None)}
 OF_FAMILY["qwen2_moe"] = {"layer_types": ([WHOLE], None, [NEAR, NEAR])}

@@ -84,12 +84,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-GRANITE = {
-    "embedding_multiplier": 6.0,
-    "attention_multiplier": 0.3,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 8.0,
-}
+GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 8.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 64}
 _LONG = {
     "rope_type": "longrope",
@@ -115,10 +110,7 @@ _GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-_OLMO3_ROPES = {
-    "full_attention": _YARN,
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e5},
-}
+_OLMO3_ROPES = {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e5}}
 _GRANITE4 = {
     "layer_types": ["attention"] * 2,
     "num_local_experts": 0,

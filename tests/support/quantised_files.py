@@ -124,10 +124,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Any]] = {
         lambda name, x: fp8(name, x, (16, 24)),
     ),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "static"}, lambda name, x: fp8(name, x, None)),
-    "float-quantized": (
-        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        fp8_channels,
-    ),
+    "float-quantized": (_compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channels),
     "int-quantized": (_compressed("int-quantized", num_bits=8, strategy="channel"), int8),
     "pack-quantized int4": (
         _compressed("pack-quantized", num_bits=4, strategy="group", group_size=16),

@@ -10,9 +10,6 @@ from clusterkv_jax.evaluation.records import Record
 from clusterkv_jax.evaluation.responses import Answers, Response
 from clusterkv_jax.evaluation.settings import settings
 
-# A batch's answers, by its method, prompts, most new tokens and stop strings.
-Respond = Callable[..., Sequence[Response]]
-
 
 def run(
     folder: Path,
@@ -20,7 +17,7 @@ def run(
     about: Mapping[str, Any],
     jobs: Sequence[Job],
     entries: Sequence[MethodEntry],
-    respond: Respond,
+    respond: Callable[..., Sequence[Response]],
     *,
     batch_size: int = 16,
     possible: Callable[..., bool] = lambda method, prompt, new: True,
@@ -31,8 +28,8 @@ def run(
     return runner.record(folder, settings(config, jobs, entries), about, batches, in_turn(respond), **options)
 
 
-def in_turn(respond: Respond) -> Answers:
-    """One batch after the other."""
+def in_turn(respond: Callable[..., Sequence[Response]]) -> Answers:
+    """One batch after the other, by its method, prompts, most new tokens and stop strings."""
 
     def answers(batches: Sequence[EvaluationBatch]) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
         for batch in batches:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clusterkv_jax as ckv
+from clusterkv_jax.decoding import extend_step
 from clusterkv_jax.models.config import ClampedSwiglu, Experts, ModelConfig, Rope
 from clusterkv_jax.models.parameters import TensorSpec, abstract
 
@@ -109,3 +110,31 @@ def calmed(model: ckv.Model, method: Any) -> ckv.Model:
 def prompt(seed: int, length: int) -> list[int]:
     """Random token ids."""
     return np.random.default_rng(seed).integers(VOCAB, size=length).tolist()
+
+
+def padded(*prompts: list[int], width: int | None = None, fill: int = VOCAB - 1) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts in one array, by default as wide as the longest, this id behind them; and their lengths."""
+    tokens = np.full((len(prompts), width or max(map(len, prompts))), fill, np.int32)
+    for row, ids in zip(tokens, prompts, strict=True):
+        row[: len(ids)] = ids
+    return tokens, np.asarray([len(ids) for ids in prompts], np.int32)
+
+
+def prefill(
+    method: Any, *prompts: list[int], model: Any = None, width: int | None = None, fill: int = VOCAB - 1, **options: Any
+) -> Any:
+    """The cache and the logits of prompts, by default of the tiny model."""
+    model = model or tiny()
+    return ckv.prefill(model.params, model.config, method, *padded(*prompts, width=width, fill=fill), **options)
+
+
+# Programs that tests share.
+STEP = jax.jit(ckv.decode_step, static_argnums=(1, 2))
+EXTEND = jax.jit(extend_step, static_argnums=(1, 2))
+
+
+def extend(method: Any, cache: Any, tokens: Any, counts: Any = None) -> Any:
+    """The tiny model's cache and logits behind these tokens, all of them by default."""
+    tokens = jnp.asarray(tokens)
+    counts = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if counts is None else jnp.asarray(counts)
+    return EXTEND(tiny().params, tiny().config, method, cache, tokens, counts)
