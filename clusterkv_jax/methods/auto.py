@@ -9,9 +9,9 @@ from clusterkv_jax.methods.base import Method
 from clusterkv_jax.methods.kvzap import KVzap
 from clusterkv_jax.methods.orbitkv import OrbitKV
 
-# Recent rows where the others count less, and the most where they are dropped. On a pretrained model 32 lose less of
-# plain text than 8; where rows are dropped, not as a large part of the budget.
-RECENT = 32
+# Recent rows where the others merge, and their part of the mean budget where they are dropped. On a pretrained model 32
+# lose less of plain text than 8, and what a head is asked from near by grows with the prompt.
+RECENT, RECENT_SHARE = 32, 1 / 16
 # Exponent of the degree where centroids of many unlike rows must not outweigh what is looked up.
 TEMPERED = 0.5
 
@@ -22,7 +22,7 @@ class Auto(OrbitKV):
 
     `presets.completed` puts the method in its place that was measured to lose least with such a budget, as `generate`
     and engines do: OrbitKV with these fields, the same with a `degree_power` of at most 0.5, or KVzap, which has no
-    `merged`. Unless `recent` says another number, the second has 32 recent rows and the third a `max_recent` of 32.
+    `merged`. Unless `recent` says another number, the second has 32 recent rows and the third a `recent_share` of 1/16.
     Without a calibration it is OrbitKV.
 
     Attributes:
@@ -44,7 +44,7 @@ class Auto(OrbitKV):
             recent = self._room_of_recent() if usual else self.recent
             return OrbitKV(**mine | {"recent": recent, "degree_power": min(self.degree_power, TEMPERED)})
         shared = {name: mine[name] for name in ("budget", "sinks", "recent", "cache_dtype")}
-        return KVzap(**shared, max_recent=RECENT if usual else 0, decode_interval=self.interval)
+        return KVzap(**shared, recent_share=RECENT_SHARE if usual else 0.0, decode_interval=self.interval)
 
     def _room_of_recent(self) -> int:
         """Recent rows of tempered merging: fewer than usual where a budget of tokens has no room for them."""

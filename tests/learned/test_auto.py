@@ -18,8 +18,8 @@ BUDGET = ckv.Budget(tokens=64)
     ("choice", "expected"),
     [
         ("orbitkv", ckv.OrbitKV(BUDGET, sinks=2, interval=32)),
-        ("kvzap", ckv.KVzap(BUDGET, sinks=2, max_recent=32, decode_interval=32)),
-        (None, ckv.KVzap(BUDGET, sinks=2, max_recent=32, decode_interval=32)),
+        ("kvzap", ckv.KVzap(BUDGET, sinks=2, recent_share=1 / 16, decode_interval=32)),
+        (None, ckv.KVzap(BUDGET, sinks=2, recent_share=1 / 16, decode_interval=32)),
     ],
 )
 def test_auto_becomes_what_the_calibration_chose(choice, expected):
@@ -43,7 +43,7 @@ def test_what_is_asked_of_auto_stays():
     model = ckv.load("demo")
     model = replace(model, calibration=replace(model.calibration, auto="kvzap"))
     exact = presets.completed(model, ckv.Auto(BUDGET, recent=20))
-    assert (exact.recent, exact.max_recent) == (20, 0)
+    assert (exact.recent, exact.recent_share) == (20, 0)
     whole = presets.completed(model, ckv.Composed(ckv.Auto(BUDGET), ckv.Full()))
     assert type(whole.prefill) is ckv.KVzap
 
@@ -72,7 +72,7 @@ def test_a_budget_takes_the_choice_of_the_nearest_share(tmp_path):
     assert [type(method) for method in taken.values()] == [ckv.OrbitKV] * 3 + [ckv.KVzap] * 2
     assert [taken[ratio].degree_power for ratio in (0.9, 0.3, 0.18)] == [1.0, 0.5, 0.5]
     assert [taken[ratio].recent for ratio in (0.9, 0.3, 0.1)] == [8, 32, 8]
-    assert taken[0.1].max_recent == 32
+    assert taken[0.1].recent_share == 1 / 16
     calibration.write(tmp_path / "mine.safetensors", model.calibration)
     assert calibration.read(tmp_path / "mine.safetensors").auto == choices
     with pytest.raises(ValueError, match="bytes"):

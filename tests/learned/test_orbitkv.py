@@ -43,18 +43,33 @@ def test_the_best_stay_and_the_others_merge_by_the_rule_of_gravity():
             assert layer.degree[0, head, slot] == (1 if kind == "single" else heavy.degree[0, 0, at])
 
 
-@pytest.mark.parametrize(("budget", "recent"), [(40, 5), (72, 9), (200, 25), (320, 32)])
-def test_an_eighth_of_a_budget_stays_at_the_end(budget, recent):
-    rows, heads = 400, 2
-    keys, values, scores = tensors(2, rows, heads)
+@pytest.mark.parametrize(
+    ("budget", "shares", "recent"),
+    [
+        (40, (1.0, 1.0), (5, 5)),  # a 16th is less
+        (160, (1.0, 1.0), (10, 10)),
+        (160, (1.5, 0.5), (10, 10)),
+        (320, (1.95, 0.05), (20, 11)),  # a head of 16 rows has 11 beside its sinks and one row
+    ],
+)
+def test_a_16th_of_the_mean_budget_stays_at_the_end_of_each_head(budget, shares, recent):
+    rows = 700
+    keys, values, scores = tensors(2, rows)
     scores = scores.at[:, :, -40:].add(-100)  # none of them stays for its score
-    method = ckv.KVzap(ckv.Budget(tokens=budget), recent=5, max_recent=32)
+    method = ckv.KVzap(ckv.Budget(tokens=budget, shares=(shares,)), recent=5, recent_share=1 / 16)
     layer = ckv.compress(method, None, keys, values, scores=scores)
-    assert (layer.length == budget).all()
-    for head in range(heads):
-        kept = set(np.asarray(layer.positions)[0, head][np.asarray(layer.degree)[0, head] == 1])
-        assert set(range(rows - recent, rows)) <= kept
-        assert rows - recent - 1 not in kept
+    for head, last in enumerate(recent):
+        (kept,) = _positions(layer, head)
+        assert len(kept) == round(budget * shares[head])
+        assert set(range(rows - last, rows)) <= kept
+        assert rows - last - 1 not in kept
+
+
+def _positions(layer, head):
+    """Of a head's rows in each sequence."""
+    group, at = [(group, i) for group in groups(layer) for i in range(group.length.shape[1])][head]
+    real = np.asarray(group.degree)[:, at] > 0
+    return [set(np.asarray(group.positions)[i, at][kept].tolist()) for i, kept in enumerate(real)]
 
 
 @settings(deadline=None)

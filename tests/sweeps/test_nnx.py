@@ -88,7 +88,7 @@ def test_methods_have_names(toy, tmp_path):
     assert ckv.nnx.compressed(toy, "knorm", ratio=0.5).method == ckv.Knorm(HALF)
     learned(as_llama(toy), tmp_path / "toy.safetensors")
     auto = ckv.nnx.compressed(toy, "auto", ratio=0.5, calibration=tmp_path / "toy.safetensors").method
-    assert (type(auto), auto.budget.ratio, auto.recent, auto.max_recent) == (ckv.KVzap, 0.5, 8, 32)
+    assert (type(auto), auto.budget.ratio, auto.recent, auto.recent_share) == (ckv.KVzap, 0.5, 8, 1 / 16)
     assert auto.budget.shares is not None
     with pytest.raises(ValueError, match="did you mean 'snapkv'"):
         ckv.nnx.compressed(toy, "snapkw", ratio=0.5)

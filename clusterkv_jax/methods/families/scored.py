@@ -59,14 +59,14 @@ class Scored(Scoped):
         result = super().compress(rows)
         if not rows.state:
             return result
-        return replace(result, state={"scores": take_scores(rows.state["scores"], result.selection)})
+        return replace(result, state=rows.state | {"scores": take_scores(rows.state["scores"], result.selection)})
 
     @override
     def recompress(self, rows: Rows) -> Compressed:
         """The same in place."""
         result = super().recompress(rows)
         slots = mask_to_slots(result.selection, rows.plan.capacity) if result.slots is None else result.slots
-        return replace(result, state={"scores": take_scores(rows.state["scores"], slots)})
+        return replace(result, state=rows.state | {"scores": take_scores(rows.state["scores"], slots)})
 
 
 def scores_of(rows: Rows) -> Float[Array, "B K C"]:
@@ -77,9 +77,12 @@ def scores_of(rows: Rows) -> Float[Array, "B K C"]:
     return rows.scores
 
 
-def recent_rows(budget: Int[Array, " B"], recent: int, most: int) -> Int[Array, " B"]:
-    """Rows of the end that stay: an eighth of the budget, at most `most`, and never less than `recent`."""
-    return jnp.maximum(recent, jnp.minimum(budget // 8, most))
+def recent_of_mean(
+    part: float, budget: Int[Array, " B"], share: Float[Array, " B"], most: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """So many rows of the mean budget of all heads as `part` says, at most `most`; a head has `share` times the mean."""
+    of_mean = part * budget.astype(jnp.float32) / share
+    return jnp.round(jnp.minimum(of_mean, most.astype(jnp.float32))).astype(jnp.int32)
 
 
 def scores_with_recent(
