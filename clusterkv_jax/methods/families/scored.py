@@ -80,7 +80,7 @@ def scores_of(rows: Rows) -> Float[Array, "B K C"]:
 def recent_of_mean(
     part: float, budget: Int[Array, " B"], share: Float[Array, " B"], most: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """So many rows of the mean budget of all heads as `part` says, at most `most`; a head has `share` times the mean."""
+    """So much of the mean budget of all heads as `part` says, at most `most`; a head has `share` times the mean."""
     of_mean = part * budget.astype(jnp.float32) / share
     return jnp.round(jnp.minimum(of_mean, most.astype(jnp.float32))).astype(jnp.int32)
 
