@@ -36,10 +36,14 @@ def largest_array(result: str) -> int:
 def compile_loop(
     name: str, layers: int, batch: int, tokens: int, topology: str = "v5e:2x4", weights: str | None = None
 ) -> dict[str, float]:
-    """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over the chips, 20 % of the prompt kept."""
+    """Llama-3.1-8B's shapes with `layers` layers, tensor-parallel over the chips, 20 % of the prompt kept. In
+    codes the head is the table of embeddings too, of whole tiles a chip: others are laid out anew for each call.
+    """
     devices = tpu_devices(topology)
     mesh = fitted_mesh(named_mesh(f"model={len(devices)}", devices), described.LLAMA.num_kv_heads)
     config = replace(described.LLAMA, num_layers=layers)
+    if weights is not None:
+        config = replace(config, tie_embeddings=True, vocab_size=2**17)
     job = ProgramJob(config, preset(name, ckv.Budget(ratio=0.2)), mesh, batch, tokens, NEW_TOKENS, weights=weights)
     compiled = job.decode(layers).compile()
     memory = compiled.memory_analysis()
