@@ -15,9 +15,9 @@ the scores of Compactor, which needs no training, and the threshold that keeps t
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -29,9 +29,11 @@ from clusterkv_jax.checkpoints.loading import Checkpoint, open_checkpoint
 from clusterkv_jax.cli.options import split
 from clusterkv_jax.cli.terminal import pace
 from clusterkv_jax.evaluation import runner
-from clusterkv_jax.evaluation.batching import Job, MethodEntry
+from clusterkv_jax.evaluation.batching import EvaluationBatch, Job, MethodEntry, plan
 from clusterkv_jax.evaluation.records import Record
 from clusterkv_jax.evaluation.report.table import budget_name, cell_text, notes, summarize
+from clusterkv_jax.evaluation.responses import Response
+from clusterkv_jax.evaluation.settings import settings
 from clusterkv_jax.evaluation.tasks import suites
 from clusterkv_jax.evaluation.tasks.cases import build_prompt
 from clusterkv_jax.models.hf_config import end_ids
@@ -94,7 +96,18 @@ def answer(
             respond = kvpress.responder(network, press, tokenizer, ends, jobs)
             with pace(len(jobs), 1, {}) as on_lines:
                 folder, entry = output / f"{name}-{share}", MethodEntry(name, str(share), cast(Any, name))
-                runner.run(folder, told, about, jobs, [entry], respond, batch_size=BATCH, on_lines=on_lines)
+                batches = plan(jobs, [entry], BATCH, lambda *_: True)
+                asked = settings(told, jobs, [entry])
+                runner.record(folder, asked, about, batches, partial(_in_turn, respond), on_lines=on_lines)
+
+
+def _in_turn(
+    respond: Callable[..., Sequence[Response]], batches: Sequence[EvaluationBatch]
+) -> Iterator[tuple[EvaluationBatch, Sequence[Response]]]:
+    for batch in batches:
+        first = batch.jobs[0].case
+        prompts = [job.prompt for job in batch.jobs]
+        yield batch, respond(batch.method, prompts, first.max_new_tokens, first.stop)
 
 
 def table(output: Output = Path("results/kvpress")) -> None:
